@@ -1,0 +1,24 @@
+"""farspan: longer context for causal language models by the sharpness of their attention.
+
+The verbs are imported when first used, so that `import farspan` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farspan.loading import load
+    from farspan.workflows.inspection import inspect
+
+__version__ = "0.1.0"
+__all__ = ["inspect", "load"]
+
+_VERBS = {"inspect": "farspan.workflows.inspection", "load": "farspan.loading"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _VERBS:
+        raise AttributeError(f"module 'farspan' has no attribute {name!r}")
+    return getattr(import_module(_VERBS[name]), name)

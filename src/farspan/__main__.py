@@ -1,0 +1,3 @@
+from farspan.cli import main
+
+main()

@@ -1,0 +1,242 @@
+"""A Patch: what a method found, as data, and the one place where it becomes part of a model.
+
+A patch holds scales, rope parameters, tuned weights, or any of these, for one base model and one target
+length. On disk it is a small folder of JSON and safetensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
+from farspan.attention.scales import Scales
+from farspan.errors import CorruptError, FarspanError
+from farspan.files import new_folder, read_json, read_tensors, write_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    method: str
+    model: str  # fingerprint of the base weights: a patch for another model is refused
+    target: int
+    train_length: int
+    scales: Scales | None = None
+    rope: Mapping[str, Any] | None = None  # Hugging Face's form; {"rope_type": "none"} removes rotation
+    weights: Mapping[str, Tensor] | None = None  # replacements by name
+    name: str = ""  # where the base model was loaded from
+
+    def then(self, later: Patch) -> Patch:
+        """Both patches as one, this one first: yarn.then(headscale) is what yarn+headscale fits."""
+        if self.model != later.model:
+            raise FarspanError(
+                f"patch {later.method!r} was fitted on another base model than {self.method!r}; "
+                "fit both on the same one"
+            )
+        return replace(
+            self,
+            method=f"{self.method}+{later.method}",
+            target=later.target,
+            scales=_product(self.scales, later.scales),
+            rope=later.rope if later.rope is not None else self.rope,
+            weights={**(self.weights or {}), **(later.weights or {})} or None,
+        )
+
+    def apply(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Make the model the patched one, live: weights replaced, rotation rebuilt, scales on the seam.
+
+        Everything is checked before anything changes.
+        """
+        found = fingerprint(model)
+        if found != self.model:
+            raise FarspanError(
+                f"this patch was fitted on weights {self.model[:12]} and the model's are {found[:12]}; "
+                f"apply it to its own base model{f' ({self.name})' if self.name else ''}"
+            )
+        scales = None if self.scales is None else self.scales.check(self.target)
+        parameters = dict(model.named_parameters())
+        for name, weight in (self.weights or {}).items():
+            if name not in parameters or parameters[name].shape != weight.shape:
+                raise FarspanError(
+                    f"the patch replaces {name!r} {list(weight.shape)}, which this model does not have; "
+                    "apply it to its own base model"
+                )
+        if scales is not None:
+            seam.check_fit(scales, seam.attention_calls(model))
+        if self.rope is not None:
+            set_rope(model, self.rope)
+        with torch.no_grad():
+            for name, weight in (self.weights or {}).items():
+                parameters[name].copy_(weight)
+        if scales is not None:
+            seam.install(model, scales)
+        return model
+
+    def save(self, folder: Path) -> Path:
+        """Write patch.json, scales.safetensors and, where weights were tuned, weights.safetensors."""
+        from safetensors.torch import save_file
+
+        with new_folder(Path(folder)) as new:
+            if self.scales is not None:
+                tables = {"base": self.scales.base, "slope": self.scales.slope}
+                save_file(
+                    {key: table.detach().cpu().contiguous() for key, table in tables.items() if table is not None},
+                    new / "scales.safetensors",
+                )
+            if self.weights is not None:
+                save_file(
+                    {key: weight.detach().cpu().contiguous() for key, weight in self.weights.items()},
+                    new / "weights.safetensors",
+                )
+            write_json(new / "patch.json", self.describe())
+        return Path(folder)
+
+    def describe(self) -> dict[str, Any]:
+        """The patch as JSON, its tables in summary."""
+        description: dict[str, Any] = {
+            "format": FORMAT,
+            "method": self.method,
+            "target": self.target,
+            "train_length": self.train_length,
+            "model": {"name": self.name, "sha256": self.model},
+        }
+        if self.scales is not None:
+            base = self.scales.base.detach()
+            description["scales"] = {
+                "basis": self.scales.basis,
+                "length": self.scales.length,
+                "layers": list(self.scales.layers),
+                "min": base.min().item(),
+                "mean": base.mean().item(),
+                "max": base.max().item(),
+            }
+        if self.rope is not None:
+            description["rope"] = dict(self.rope)
+        if self.weights is not None:
+            description["weights"] = sorted(self.weights)
+        return description
+
+    @classmethod
+    def load(cls, folder: Path) -> Patch:
+        """The patch saved in a folder; damage is named, not guessed around."""
+        folder = Path(folder)
+        text = read_json(folder / "patch.json")
+        try:
+            if text["format"] != FORMAT:
+                raise FarspanError(
+                    f"{folder / 'patch.json'} has format {text['format']} and this farspan reads {FORMAT}; "
+                    "upgrade farspan, or fit the patch again"
+                )
+            scales = text.get("scales")
+            if scales is not None:
+                tables = read_tensors(folder / "scales.safetensors")
+                scales = Scales(
+                    tuple(scales["layers"]), tables["base"], tables.get("slope"), scales["basis"], scales["length"]
+                ).check(text["target"])
+            weights = read_tensors(folder / "weights.safetensors") if "weights" in text else None
+            return cls(
+                text["method"],
+                text["model"]["sha256"],
+                text["target"],
+                text["train_length"],
+                scales,
+                text.get("rope"),
+                weights,
+                text["model"]["name"],
+            )
+        except (KeyError, TypeError, FileNotFoundError) as error:
+            raise CorruptError(
+                f"{folder} is not a whole patch ({type(error).__name__}: {error}); fit or copy it again"
+            ) from None
+
+
+def _product(first: Scales | None, second: Scales | None) -> Scales | None:
+    """λ̂₁·λ̂₂ as one table; two schedules have no product in any one basis."""
+    if first is None or second is None:
+        return first or second
+    if not first.constant and not second.constant:
+        raise FarspanError("two schedules cannot be combined in one patch; make one of the two scales constant")
+    if first.heads != second.heads:
+        raise FarspanError(
+            f"scales of {first.heads} and of {second.heads} heads cannot be combined; fit both on the same model"
+        )
+    constant, other = (first, second) if first.constant else (second, first)
+    layers = tuple(sorted({*first.layers, *second.layers}))
+    factor, table = _over(constant, constant.base, layers, 1.0), _over(other, other.base, layers, 1.0)
+    slope = None if other.slope is None else factor * _over(other, other.slope, layers, 0.0)
+    return replace(other, layers=layers, base=factor * table, slope=slope)
+
+
+def _over(scales: Scales, table: Tensor, layers: tuple[int, ...], missing: float) -> Tensor:
+    """The rows of a table laid out over more layers."""
+    spread = torch.full((len(layers), scales.heads), missing)
+    spread[[layers.index(layer) for layer in scales.layers]] = table.detach()
+    return spread
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 of the weights, each rounded to bf16 first: a checkpoint loaded as fp32 and as bf16 is the same
+    model. Tied weights count once."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(weight.shape)}\n".encode())
+        rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
+        digest.update(rounded.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
+    """Give the model these rope parameters. Changing the config alone would do nothing after loading: the
+    angles are computed from buffers, so every rotary module is built again."""
+    rotaries = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if any(buffer.endswith("inv_freq") for buffer, _ in child.named_buffers(recurse=False))
+    ]
+    if not rotaries:
+        raise FarspanError(
+            f"{type(model).__name__} has no rotary layer, so rope parameters would change nothing; "
+            "use a method that scales attention (uniform, headscale)"
+        )
+    config = model.config.get_text_config()
+    if rope["rope_type"] == "none":
+        config.rope_parameters = {"rope_type": "none"}
+        for _, _, rotary in rotaries:
+            _stop(rotary)
+        return
+    trial = copy.deepcopy(config)
+    trial.rope_parameters = _merged(config.rope_parameters, rope)
+    rebuilt = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
+    config.rope_parameters = trial.rope_parameters
+    for (parent, name, _), rotary in zip(rotaries, rebuilt, strict=True):
+        rotary.config = config
+        parent.register_module(name, rotary)
+
+
+def _merged(own: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The new parameters with the model's own base frequency, which an override must never lose. Where kinds of
+    layers have parameters of their own, those that see the whole context get the new ones."""
+    if "full_attention" in own:
+        return {**own, "full_attention": _merged(own["full_attention"], rope)}
+    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+    return {**kept, **rope}
+
+
+def _stop(rotary: nn.Module) -> None:
+    """Angles of zero turn nothing, bit for bit."""
+    for name, buffer in rotary.named_buffers(recurse=False):
+        if name.endswith("inv_freq"):
+            buffer.zero_()
+    rotary.rope_type = "default"  # a dynamic type would compute its frequencies anew
+    rotary.attention_scaling = 1.0

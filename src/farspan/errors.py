@@ -1,0 +1,24 @@
+"""What can go wrong through no fault of the program, each with the exit code it ends in.
+
+A message is one sentence that a user can act on: the cause, the value and the way out.
+"""
+
+from __future__ import annotations
+
+
+class FarspanError(Exception):
+    """The user can mend this. The command line prints the message, without a traceback, and exits 2."""
+
+    exit_code = 2
+
+
+class ProofError(FarspanError):
+    """A result did not hold when it was checked: a fold that changes logits, a gate that was missed."""
+
+    exit_code = 3
+
+
+class CorruptError(FarspanError):
+    """A file is damaged or is not what it claims to be."""
+
+    exit_code = 4

@@ -1,0 +1,169 @@
+"""Reading and writing that is atomic, checked and safe: nothing half-written, nothing unpickled.
+
+A folder on disk is untrusted: its JSON may be broken, its weights cut short, its shard index may point
+outside it. Everything that reads a checkpoint or a patch comes through here, so each is checked once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from farspan.errors import CorruptError, FarspanError
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a broken file is named with the place where it breaks."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FarspanError(f"{path} does not exist; give a folder that holds {path.name}") from None
+    except UnicodeDecodeError as error:
+        raise CorruptError(
+            f"{path} is not UTF-8 text (byte {error.start}); fetch or export the file again"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise CorruptError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; "
+            "fetch or export the file again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CorruptError(
+            f"{path} holds a JSON {type(value).__name__} where an object is needed; export it again"
+        )
+    return value
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuse a safetensors file that was cut short or damaged, before anything maps it into memory."""
+    size = path.stat().st_size
+
+    def corrupt(what: str) -> CorruptError:
+        return CorruptError(f"{path} is not a whole safetensors file: {what}; fetch or export it again")
+
+    with path.open("rb") as file:
+        head = file.read(8)
+        if len(head) < 8:
+            raise corrupt(f"it has {size} bytes")
+        (length,) = struct.unpack("<Q", head)
+        if length > size - 8:
+            raise corrupt(f"its header claims {length} bytes and the file has {size}")
+        try:
+            header = json.loads(file.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            raise corrupt("its header cannot be read") from None
+    if size != 8 + length + end:
+        raise corrupt(f"it should have {8 + length + end} bytes and has {size}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, every one checked; empty when it holds no weights."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise CorruptError(f"{index} has no weight_map; fetch or export the checkpoint again")
+        files = [_inside(folder, name, index) for name in sorted(set(map(str, names.values())))]
+    elif single.exists():
+        files = [single]
+    else:
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise FarspanError(
+                f"{folder} holds its weights as a pickle ({pickles[0]}), and a pickle can run any code, so farspan "
+                "never opens one; convert it to safetensors with save_pretrained on a machine you trust it on"
+            )
+        files = []
+    for file in files:
+        if not file.exists():
+            raise CorruptError(f"{file} is named by {index.name} but missing; fetch the checkpoint again")
+        check_safetensors(file)
+    return files
+
+
+def _inside(folder: Path, name: str, index: Path) -> Path:
+    if Path(name).is_absolute() or len(Path(name).parts) != 1 or name in ("", ".", ".."):
+        raise CorruptError(f"{index} points outside its folder ({name!r}); do not trust this checkpoint")
+    return folder / name
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file, on the CPU, checked first."""
+    from safetensors.torch import load_file
+
+    check_safetensors(path)
+    return load_file(path)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears under its name whole, or not at all.
+
+    The block fills a temporary neighbour; only when it ends well is that neighbour given the name. What stood
+    there before is replaced then, and kept if the block fails.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        for file in staging.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        if path.exists():
+            _swap(path, staging)
+        else:
+            os.rename(staging, path)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _swap(path: Path, staging: Path) -> None:
+    retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    os.rename(path, retired / "old")
+    try:
+        os.rename(staging, path)
+    except BaseException:
+        os.rename(retired / "old", path)
+        raise
+    finally:
+        shutil.rmtree(retired)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically: a reader sees the old file or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

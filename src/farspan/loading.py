@@ -1,0 +1,165 @@
+"""MODEL -> model and tokenizer, for every verb alike: a folder, a hub id, or a patch folder.
+
+What lies on disk is checked before transformers opens it, so that a broken or hostile checkpoint is one
+sentence and not a traceback. Nothing pickled is read, and no code that comes with a checkpoint is run unless
+its caller asked for that by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from farspan.attention.patch import Patch
+from farspan.errors import CorruptError, FarspanError
+from farspan.files import read_json, weight_files
+from farspan.model import FarspanConfig, FarspanForCausalLM
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Loaded(NamedTuple):
+    model: PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase | None  # None where the checkpoint has none
+
+
+def load(
+    source: str | Path,
+    *,
+    position: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """The model that a folder, hub id or patch folder names, in evaluation mode, with its tokenizer.
+
+    position: "none" loads a Llama-typed checkpoint that was trained without rotation as what it is.
+    dtype: as the checkpoint says unless given; attention: transformers' attn_implementation.
+
+    >>> model, tokenizer = farspan.load("path/to/checkpoint")
+    """
+    if (Path(source) / "patch.json").exists():
+        return _load_patched(
+            Path(source),
+            position=position,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+        )
+    config = load_config(source, position=position, trust_remote_code=trust_remote_code)
+    if Path(source).is_dir() and not weight_files(Path(source)):
+        raise FarspanError(
+            f"{source} has a config but no weights; add model.safetensors, or look at the config with "
+            f"`farspan inspect {source}`"
+        )
+    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    # A config that we changed must not be overruled by the one in the folder, so its own class loads.
+    auto = FarspanForCausalLM if isinstance(config, FarspanConfig) else AutoModelForCausalLM
+    with _quiet(), _readable(source):
+        model, report = auto.from_pretrained(source, config=config, output_loading_info=True, **options)
+    if report["missing_keys"]:
+        # transformers would fill them with random numbers and go on
+        missing = sorted(report["missing_keys"])
+        raise CorruptError(
+            f"{source} lacks {len(missing)} weights that its config asks for, {missing[0]!r} first; "
+            "fetch or export the checkpoint again"
+        )
+    return Loaded(model.to(device).eval() if device else model.eval(), _tokenizer(source, trust_remote_code))
+
+
+def load_config(
+    source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The config of a folder or hub id, checked; with `position`, converted to ours."""
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise FarspanError(f"{folder} holds no config.json; give the folder that save_pretrained wrote")
+        text = read_json(folder / "config.json")
+        if "auto_map" in text and not trust_remote_code:
+            raise FarspanError(
+                f"{folder} asks to run Python code that comes with it ({next(iter(text['auto_map'].values()))}); "
+                "if you trust it, say so with --trust-remote-code"
+            )
+    elif folder.exists():
+        raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
+    elif not HUB_ID.fullmatch(str(source)):
+        raise FarspanError(f"{source} is neither a folder nor a hub id (owner/name); check the path")
+    with _quiet(), _readable(source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    return config if position is None else with_position(config, position)
+
+
+def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
+    """A Llama config as ours with another encoding: for checkpoints typed llama but trained without rotation."""
+    if isinstance(config, FarspanConfig):
+        raise FarspanError(
+            f"this checkpoint is farspan's own and says its position itself ({config.position[0]}); "
+            "leave --position away"
+        )
+    if config.model_type != "llama":
+        raise FarspanError(
+            f"--position reads a llama checkpoint in another way, and this one is {config.model_type!r}; "
+            "leave it away"
+        )
+    if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
+        raise FarspanError(
+            "this llama checkpoint has biases or an activation other than silu, which farspan's model has not; "
+            "load it without --position"
+        )
+    shared = FarspanConfig().to_dict().keys() - {"position", "rope_parameters", "layer_types", "base_scale"}
+    values = {key: value for key, value in config.to_dict().items() if key in shared and key != "model_type"}
+    rope = config.rope_parameters if position.startswith("rope") else None
+    return FarspanConfig(**{**values, "position": position, "rope_parameters": rope})
+
+
+def _load_patched(folder: Path, **options) -> Loaded:
+    patch = Patch.load(folder)
+    if not patch.name:
+        raise FarspanError(f"{folder} does not say which model it patches; load that model and use Patch.apply")
+    base, tokenizer = load(patch.name, **options)
+    return Loaded(patch.apply(base), tokenizer)
+
+
+def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase | None:
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    with _quiet(), _readable(source):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers: what matters is said by farspan."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _readable(source: str | Path) -> Iterator[None]:
+    """transformers' own errors about a checkpoint, as one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FarspanError(f"{source} cannot be loaded by transformers: {first}") from error

@@ -1,0 +1,12 @@
+"""Our own models. Importing this package makes `AutoModelForCausalLM` know the type "farspan"."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from farspan.model.config import FarspanConfig
+from farspan.model.transformer import FarspanForCausalLM, FarspanModel
+
+AutoConfig.register("farspan", FarspanConfig, exist_ok=True)
+AutoModel.register(FarspanConfig, FarspanModel, exist_ok=True)
+AutoModelForCausalLM.register(FarspanConfig, FarspanForCausalLM, exist_ok=True)
+
+__all__ = ["FarspanConfig", "FarspanForCausalLM", "FarspanModel"]

@@ -1,0 +1,75 @@
+"""Attention with a score bias, as one function that Hugging Face's attention interface can call.
+
+Stock SDPA has no place for a bias rule and Hugging Face's flex function drops a score_mod without a word. One
+`Bias` serves both paths here: FlexAttention on CUDA, where it costs no memory, and a materialised bias
+elsewhere. Without a bias this is Hugging Face's own SDPA.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from farspan.model.positions import PlacedBias
+
+NAME = "farspan_sdpa"
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    bias: PlacedBias | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """softmax(scaling · q·k + bias) v, [B, Q, H, D]; a scale put on q never reaches the bias."""
+    if bias is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if query.is_cuda and attention_mask is None and query.shape[2] > 1 and not kwargs.get("dropout"):
+        return attend_flex(query, key, value, bias, kwargs.get("scaling"), compiled=True), None
+    position_bias = bias.tensor(query.shape[1]).to(query.dtype)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, position_bias=position_bias, **kwargs
+    )
+
+
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, bias: PlacedBias, scaling: float | None, compiled: bool
+) -> Tensor:
+    """The same for a plain causal call, through FlexAttention: [B, H, Q, D] in, [B, Q, H, D] out."""
+    length = query.shape[2]
+    flex = _compiled_flex() if compiled else flex_attention
+    output = flex(
+        query,
+        key[:, :, :length],
+        value[:, :, :length],
+        score_mod=bias.score_mod,
+        block_mask=_causal_blocks(length, query.device),
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2).contiguous()
+
+
+@functools.cache
+def _compiled_flex():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_blocks(length: int, device: torch.device):
+    return create_block_mask(
+        lambda batch, head, row, column: row >= column, None, None, length, length, device=device
+    )
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

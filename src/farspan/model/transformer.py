@@ -1,0 +1,267 @@
+"""A Llama-shaped causal transformer whose position encoding is a choice, as a Hugging Face model.
+
+Parameter names are Llama's, so weights move between the two; with rotation on every layer the two agree to
+rounding. Every attention call goes through Hugging Face's attention interface: that is where the seam sits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import can_return_tuple
+
+from farspan.errors import FarspanError
+from farspan.model import attend as biased
+from farspan.model.config import FULL, SLIDING, FarspanConfig
+from farspan.model.positions import AlibiBias, PlacedBias, alibi_slopes, build, rotate
+
+MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+
+
+class FarspanAttention(nn.Module):
+    """Grouped-query attention. Whatever the position encoding does to q, k or the scores is handed in."""
+
+    def __init__(self, config: FarspanConfig, layer_idx: int):
+        super().__init__()
+        width, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, head_dim
+        self.num_key_value_groups = heads // kv_heads
+        self.scaling = config.base_scale
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def forward(self, hidden_states, attention_mask=None, angles=None, bias=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)  # [B, Q, H, D]
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if angles is not None:
+            q, k = rotate(q, k, angles)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if bias is not None:
+            kwargs["bias"] = bias
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, biased.attend)
+        dropout = self.config.dropout if self.training else 0.0
+        output, weights = attention(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.flatten(-2)), weights
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: FarspanConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.dropout(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class ReluMLP(nn.Module):
+    def __init__(self, config: FarspanConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.dropout(F.relu(self.up_proj(x))))
+
+
+MLPS = {"swiglu": SwiGLU, "relu": ReluMLP}
+
+
+class FarspanLayer(GradientCheckpointingLayer):
+    def __init__(self, config: FarspanConfig, layer_idx: int):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = FarspanAttention(config, layer_idx)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLPS[config.mlp](config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, **kwargs) -> Tensor:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), **kwargs)[0])
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class FarspanPreTrainedModel(PreTrainedModel):
+    config_class = FarspanConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("FarspanLayer",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Layers with a score bias need the one function that does not drop it."""
+        if not {"alibi", "t5"} & set(self.config.position):
+            return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention in (None, "sdpa"):
+            return biased.NAME
+        if biased.NAME not in requested_attention:
+            raise FarspanError(
+                f"attention {requested_attention!r} would drop the score bias of alibi and t5 layers; "
+                "leave attn_implementation unset"
+            )
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, AlibiBias):  # a buffer that is not saved: loading builds it on no device
+            slopes = torch.tensor(alibi_slopes(module.slopes.numel()))
+            module.slopes = slopes.to(module.slopes.device)
+
+
+class FarspanModel(FarspanPreTrainedModel):
+    def __init__(self, config: FarspanConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.positions = nn.ModuleDict({kind: build(kind, config) for kind in sorted(set(config.position))})
+        self.layers = nn.ModuleList(FarspanLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not (self.gradient_checkpointing and self.training):
+            past_key_values = DynamicCache(config=self.config)
+        packed = position_ids is not None
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(x.shape[1], device=x.device) + past)[None]
+        masks = self._masks(x, attention_mask, position_ids if packed else None, past_key_values)
+        biases = self._biases(x.shape[1], x.device, past_key_values)
+        angles = {}
+        for kind, position in self.positions.items():
+            x = position.embed(x, position_ids)
+            angles[kind] = position.angles(x, position_ids)
+        x = self.dropout(x)
+        states = (x,)
+        for layer, kind, span in zip(self.layers, self.config.position, self.config.layer_types, strict=True):
+            x = layer(
+                x,
+                attention_mask=masks[span],
+                angles=angles[kind],
+                bias=biases.get((kind, span)),
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            states += (x,)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states[:-1], x) if output_hidden_states else None,
+        )
+
+    def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict[str, Tensor | None]:
+        """One mask a kind of layer. Without cache, padding, packing or window it is None: causal SDPA needs none,
+        and one that exists would cost the flash kernel."""
+        if isinstance(attention_mask, dict):  # `generate` prepares them ahead for a static cache
+            return attention_mask
+        return {
+            span: MASKS[span](
+                config=self.config,
+                inputs_embeds=x,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+            for span in set(self.config.layer_types)
+        }
+
+    def _biases(self, queries: int, device, past_key_values) -> dict[tuple[str, str], PlacedBias]:
+        """The score bias of each kind of layer, placed where this call's queries and keys stand in the cache."""
+        pairs = zip(self.config.position, self.config.layer_types, strict=True)
+        first = {pair: index for index, pair in reversed(list(enumerate(pairs)))}
+        placed = {}
+        for (kind, span), index in first.items():
+            rule = self.positions[kind].bias
+            if rule is None:
+                continue
+            seen, keys, offset = 0, queries, 0
+            if past_key_values is not None:
+                seen = past_key_values.get_seq_length(index)
+                keys, offset = past_key_values.get_mask_sizes(queries, index)
+            placed[kind, span] = PlacedBias(
+                rule,
+                torch.arange(queries, device=device) + seen,
+                torch.arange(keys, device=device) + offset,
+            )
+        return placed
+
+
+class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (the base class's form)
+
+    def __init__(self, config: FarspanConfig):
+        super().__init__(config)
+        self.model = FarspanModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the last `logits_to_keep` positions (0: all), or of the positions it lists."""
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )

@@ -1,0 +1,1 @@
+"""The wings composed: what a user asks for in one command."""

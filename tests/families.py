@@ -1,0 +1,182 @@
+"""Tiny random models of every family that the laws are checked on, with what is known about each.
+
+Widths are small and patterns are real: each model has the layer kinds, norms, fusions and windows of its
+family, so that what holds here holds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from farspan.model import FarspanConfig, FarspanForCausalLM
+
+VOCABULARY = 128
+SHAPE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    config: Callable[[], PreTrainedConfig]
+    positions: tuple[str, ...]  # of its attention layers, as they behave
+    folds: str | None  # the submodule that holds per-head scales; None: refused
+    refused: tuple[int, ...] = ()  # layers where the fold is refused although others fold
+    uniform: str | None = None  # where one scale a layer folds when per-head ones do not
+    attention: str = "sdpa"
+
+    def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        config = self.config()
+        if isinstance(config, FarspanConfig):
+            model: PreTrainedModel = FarspanForCausalLM(config)
+        else:
+            model = hf.AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            # Fresh norms are all ones and fresh biases zero: draw them, or a fold could miss them unseen.
+            if parameter.ndim == 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+            elif "embed" not in name and "wte" not in name:
+                parameter.data.mul_(4)  # scores far enough from zero for attention to have a shape
+        return model.to(dtype).eval()
+
+
+def _ours(position, **extra) -> Callable[[], PreTrainedConfig]:
+    return lambda: FarspanConfig(**{**SHAPE, "position": position, **extra})
+
+
+def _without(*keys: str) -> dict:
+    return {key: value for key, value in SHAPE.items() if key not in keys}
+
+
+HYBRID = ("rope", "rope", "rope", "none")
+SPANS = ["sliding_attention"] * 3 + ["full_attention"]
+OURS = [
+    Family("farspan-none", _ours("none"), ("none",) * 4, "q_proj"),
+    Family("farspan-rope", _ours("rope"), ("rope",) * 4, "q_proj"),
+    Family("farspan-alibi", _ours("alibi"), ("alibi",) * 4, "q_proj"),
+    Family("farspan-t5", _ours("t5", base_scale=1.0, mlp="relu"), ("t5",) * 4, "q_proj"),
+    Family("farspan-learned", _ours("learned"), ("learned",) * 4, "q_proj"),
+    Family("farspan-sinusoidal", _ours("sinusoidal"), ("sinusoidal",) * 4, "q_proj"),
+    Family("farspan-hybrid", _ours(list(HYBRID)), HYBRID, "q_proj"),
+    Family("farspan-swan", _ours(["rope/8", "rope/8", "rope/8", "none"]), HYBRID, "q_proj"),
+    Family("farspan-quarter-rope", _ours("rope", rotary_fraction=0.25), ("rope",) * 4, "q_proj"),
+    Family("farspan-alibi-window", _ours(["alibi/8", "t5", "none", "rope"]), ("alibi", "t5", "none", "rope"), "q_proj"),
+]
+FOREIGN = [
+    Family("llama", lambda: hf.LlamaConfig(**SHAPE), ("rope",) * 4, "q_proj"),
+    Family("llama-bias", lambda: hf.LlamaConfig(**SHAPE, attention_bias=True), ("rope",) * 4, "q_proj"),
+    Family("mistral", lambda: hf.MistralConfig(**SHAPE, sliding_window=8), ("rope",) * 4, "q_proj"),
+    Family("smollm3", lambda: hf.SmolLM3Config(**SHAPE), HYBRID, "q_proj"),
+    Family(
+        "llama4",
+        lambda: hf.Llama4TextConfig(
+            **SHAPE,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=8,
+            attn_temperature_tuning=True,
+            floor_scale=8,
+        ),
+        HYBRID,
+        "q_proj",
+        refused=(0, 1, 2),
+    ),
+    Family("cohere2", lambda: hf.Cohere2Config(**SHAPE, sliding_window=8), HYBRID, "q_proj"),
+    Family(
+        "granitemoehybrid",
+        lambda: hf.GraniteMoeHybridConfig(
+            **_without("head_dim"),
+            layer_types=["mamba", "attention", "mamba", "attention"],
+            position_embedding_type="nope",
+            shared_intermediate_size=48,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_state=8,
+            mamba_chunk_size=8,
+            attention_multiplier=0.2,
+        ),
+        ("none", "none"),
+        "q_proj",
+    ),
+    Family(
+        "exaone4",
+        lambda: hf.Exaone4Config(**SHAPE, sliding_window=8, sliding_window_pattern=4, layer_types=SPANS),
+        HYBRID,
+        None,
+        uniform="q_norm",
+    ),
+    Family("qwen3", lambda: hf.Qwen3Config(**SHAPE), ("rope",) * 4, None, uniform="q_norm"),
+    Family(
+        "gemma3",
+        lambda: hf.Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=SPANS, query_pre_attn_scalar=8),
+        ("rope",) * 4,
+        None,
+        uniform="q_norm",
+    ),
+    Family("olmo2", lambda: hf.Olmo2Config(**SHAPE), ("rope",) * 4, "q_norm"),
+    Family("phi3", lambda: hf.Phi3Config(**SHAPE), ("rope",) * 4, "qkv_proj"),
+    Family("gpt-neox", lambda: hf.GPTNeoXConfig(**_without("num_key_value_heads")), ("rope",) * 4, "query_key_value"),
+    Family(
+        "gpt2",
+        lambda: hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64),
+        ("learned",) * 4,
+        "c_attn",
+    ),
+    Family(
+        "nemotron-h",
+        lambda: hf.NemotronHConfig(
+            **_without("num_hidden_layers"),
+            layers_block_type=["mamba", "attention", "moe", "attention"],
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            ssm_state_size=8,
+            n_groups=1,
+            chunk_size=8,
+            n_routed_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=16,
+        ),
+        ("none", "none"),
+        "q_proj",
+    ),
+    Family(
+        "gpt-oss",
+        lambda: hf.GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=8),
+        ("rope",) * 4,
+        "q_proj",
+        attention="eager",
+    ),
+    Family(
+        "gemma2",
+        lambda: hf.Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=8),
+        ("rope",) * 4,
+        "q_proj",
+        attention="eager",
+    ),
+]
+FAMILIES = OURS + FOREIGN
+
+
+def tokens(length: int = 24, batch: int = 2, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
