@@ -47,7 +47,7 @@ class Family:
         if isinstance(config, FarspanConfig):
             model: PreTrainedModel = FarspanForCausalLM(config)
         else:
-            model = hf.AutoModelForCausalLM.from_config(config)
+            model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
         for name, parameter in model.named_parameters():
             # Fresh norms are all ones and fresh biases zero: draw them, or a fold could miss them unseen.
             if parameter.ndim == 1:
@@ -65,19 +65,20 @@ def _without(*keys: str) -> dict:
     return {key: value for key, value in SHAPE.items() if key not in keys}
 
 
+MIXED = ("alibi", "t5", "none", "rope")
 HYBRID = ("rope", "rope", "rope", "none")
 SPANS = ["sliding_attention"] * 3 + ["full_attention"]
 OURS = [
     Family("farspan-none", _ours("none"), ("none",) * 4, "q_proj"),
     Family("farspan-rope", _ours("rope"), ("rope",) * 4, "q_proj"),
-    Family("farspan-alibi", _ours("alibi"), ("alibi",) * 4, "q_proj"),
-    Family("farspan-t5", _ours("t5", base_scale=1.0, mlp="relu"), ("t5",) * 4, "q_proj"),
+    Family("farspan-alibi", _ours("alibi"), ("alibi",) * 4, "q_proj", attention="farspan_sdpa"),
+    Family("farspan-t5", _ours("t5", base_scale=1.0, mlp="relu"), ("t5",) * 4, "q_proj", attention="farspan_sdpa"),
     Family("farspan-learned", _ours("learned"), ("learned",) * 4, "q_proj"),
     Family("farspan-sinusoidal", _ours("sinusoidal"), ("sinusoidal",) * 4, "q_proj"),
     Family("farspan-hybrid", _ours(list(HYBRID)), HYBRID, "q_proj"),
     Family("farspan-swan", _ours(["rope/8", "rope/8", "rope/8", "none"]), HYBRID, "q_proj"),
     Family("farspan-quarter-rope", _ours("rope", rotary_fraction=0.25), ("rope",) * 4, "q_proj"),
-    Family("farspan-alibi-window", _ours(["alibi/8", "t5", "none", "rope"]), ("alibi", "t5", "none", "rope"), "q_proj"),
+    Family("farspan-mixed", _ours(["alibi/8", "t5", "none", "rope"]), MIXED, "q_proj", attention="farspan_sdpa"),
 ]
 FOREIGN = [
     Family("llama", lambda: hf.LlamaConfig(**SHAPE), ("rope",) * 4, "q_proj"),
@@ -135,7 +136,12 @@ FOREIGN = [
     ),
     Family("olmo2", lambda: hf.Olmo2Config(**SHAPE), ("rope",) * 4, "q_norm"),
     Family("phi3", lambda: hf.Phi3Config(**SHAPE), ("rope",) * 4, "qkv_proj"),
-    Family("gpt-neox", lambda: hf.GPTNeoXConfig(**_without("num_key_value_heads")), ("rope",) * 4, "query_key_value"),
+    Family(
+        "gpt-neox",
+        lambda: hf.GPTNeoXConfig(**_without("num_key_value_heads")),
+        ("rope",) * 4,
+        "query_key_value",
+    ),
     Family(
         "gpt2",
         lambda: hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64),
@@ -158,6 +164,41 @@ FOREIGN = [
             moe_shared_expert_intermediate_size=16,
         ),
         ("none", "none"),
+        "q_proj",
+    ),
+    Family(
+        "kimi-linear",
+        lambda: hf.KimiLinearConfig(
+            **_without("head_dim", "num_key_value_heads"),
+            num_key_value_heads=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            q_lora_rank=12,
+            kv_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            moe_intermediate_size=16,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        ),
+        ("none", "none"),
+        "q_b_proj",
+    ),
+    Family(
+        "ministral3",
+        lambda: hf.Ministral3Config(
+            **SHAPE,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+        ("rope",) * 4,
         "q_proj",
     ),
     Family(

@@ -28,18 +28,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise FarspanError(f"{path} does not exist; give a folder that holds {path.name}") from None
     except UnicodeDecodeError as error:
-        raise CorruptError(
-            f"{path} is not UTF-8 text (byte {error.start}); fetch or export the file again"
-        ) from None
+        raise CorruptError(f"{path} is not UTF-8 text (byte {error.start}); fetch or export the file again") from None
     except json.JSONDecodeError as error:
         raise CorruptError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; "
             "fetch or export the file again"
         ) from None
     if not isinstance(value, dict):
-        raise CorruptError(
-            f"{path} holds a JSON {type(value).__name__} where an object is needed; export it again"
-        )
+        raise CorruptError(f"{path} holds a JSON {type(value).__name__} where an object is needed; export it again")
     return value
 
 

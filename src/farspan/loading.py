@@ -63,6 +63,8 @@ def load(
             f"`farspan inspect {source}`"
         )
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if attention is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        attention = "eager"  # some releases of transformers let SDPA drop the cap without a word
     if attention is not None:
         options["attn_implementation"] = attention
     # A config that we changed must not be overruled by the one in the folder, so its own class loads.
@@ -111,8 +113,7 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
         )
     if config.model_type != "llama":
         raise FarspanError(
-            f"--position reads a llama checkpoint in another way, and this one is {config.model_type!r}; "
-            "leave it away"
+            f"--position reads a llama checkpoint in another way, and this one is {config.model_type!r}; leave it away"
         )
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise FarspanError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
@@ -141,7 +141,11 @@ class Patch:
             if scales is not None:
                 tables = read_tensors(folder / "scales.safetensors")
                 scales = Scales(
-                    tuple(scales["layers"]), tables["base"], tables.get("slope"), scales["basis"], scales["length"]
+                    tuple(scales["layers"]),
+                    tables["base"],
+                    tables.get("slope"),
+                    scales["basis"],
+                    scales["length"],
                 ).check(text["target"])
             weights = read_tensors(folder / "weights.safetensors") if "weights" in text else None
             return cls(
@@ -233,10 +237,13 @@ def _merged(own: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, **rope}
 
 
-def _stop(rotary: nn.Module) -> None:
+def _stop(rotary: Any) -> None:
     """Angles of zero turn nothing, bit for bit."""
     for name, buffer in rotary.named_buffers(recurse=False):
         if name.endswith("inv_freq"):
             buffer.zero_()
-    rotary.rope_type = "default"  # a dynamic type would compute its frequencies anew
-    rotary.attention_scaling = 1.0
+    # A dynamic type would compute its frequencies anew, and YaRN's factor would still scale what is not turned.
+    kinds = rotary.rope_type
+    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+    for name in [name for name in vars(rotary) if name.endswith("attention_scaling")]:
+        setattr(rotary, name, 1.0)

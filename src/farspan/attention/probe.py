@@ -67,7 +67,11 @@ def probe(model: PreTrainedModel) -> list[Layer]:
 
 
 def _run(
-    model: PreTrainedModel, modules: list[nn.Module], ids: Tensor, positions: Tensor, replay: list[Tensor] | None
+    model: PreTrainedModel,
+    modules: list[nn.Module],
+    ids: Tensor,
+    positions: Tensor,
+    replay: list[Tensor] | None,
 ) -> tuple[list[seam.Call], list[Tensor]]:
     """The attention calls of one forward pass and the hidden states that went in, or would have."""
     calls: list[seam.Call] = []

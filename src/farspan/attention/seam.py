@@ -77,9 +77,10 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
         _switch(model, PREFIX + model.config._attn_implementation)
     for call in calls:
         state = call.module.__dict__.setdefault(_KEY, _State(call.layer))
-        named = scales is not None and call.layer in scales.layers
-        # The row is a view, so a trainable table receives the gradient of every layer.
-        state.scales = scales.row(scales.layers.index(call.layer)).to(call.q.device) if named else None
+        state.scales = None
+        if scales is not None and call.layer in scales.layers:
+            # The row is a view, so a trainable table receives the gradient of every layer.
+            state.scales = scales.row(scales.layers.index(call.layer)).to(call.q.device)
     return model
 
 
@@ -241,8 +242,7 @@ def _own_config(model: PreTrainedModel) -> None:
 def _refuse_off_interface(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise FarspanError(
-            f"a {type(model).__name__} is not a transformers model; load it with farspan.load or "
-            "AutoModelForCausalLM"
+            f"a {type(model).__name__} is not a transformers model; load it with farspan.load or AutoModelForCausalLM"
         )
     if not model._can_set_attn_implementation():
         raise FarspanError(
@@ -325,7 +325,7 @@ def scale_queries(q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales) -> 
     return (q * scale[..., None]).to(q.dtype)
 
 
-def _own_backend(module: nn.Module) -> Backend:
+def _own_backend(module: Any) -> Backend:
     name = module.config._attn_implementation.removeprefix(PREFIX)
     if name == "eager":  # by convention each family's own function, beside its attention class
         return sys.modules[type(module).__module__].eager_attention_forward

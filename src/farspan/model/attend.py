@@ -36,9 +36,7 @@ def attend(
     if query.is_cuda and attention_mask is None and query.shape[2] > 1 and not kwargs.get("dropout"):
         return attend_flex(query, key, value, bias, kwargs.get("scaling"), compiled=True), None
     position_bias = bias.tensor(query.shape[1]).to(query.dtype)
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, position_bias=position_bias, **kwargs
-    )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
 
 
 def attend_flex(
@@ -66,9 +64,7 @@ def _compiled_flex():
 
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(length: int, device: torch.device):
-    return create_block_mask(
-        lambda batch, head, row, column: row >= column, None, None, length, length, device=device
-    )
+    return create_block_mask(lambda batch, head, row, column: row >= column, None, None, length, length, device=device)
 
 
 AttentionInterface.register(NAME, attend)

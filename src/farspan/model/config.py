@@ -30,17 +30,17 @@ class FarspanConfig(PreTrainedConfig):
     intermediate_size: int = 1344
     num_hidden_layers: int = 8
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]  # as many as query heads
+    head_dim: int = None  # type: ignore[assignment]  # hidden_size / heads
     max_position_embeddings: int = 512
     position: str | list[str] = "none"
-    layer_types: list[str] | None = None
+    layer_types: list[str] = None  # type: ignore[assignment]  # all full_attention
     sliding_window: int | None = None
-    rope_parameters: dict | None = None
+    rope_parameters: dict = None  # type: ignore[assignment]  # base frequency 10,000
     rotary_fraction: float = 1.0
     t5_buckets: int = 32
     t5_max_distance: int = 128
-    base_scale: float | None = None  # multiplies q·k; None is 1/√head_dim
+    base_scale: float = None  # type: ignore[assignment]  # multiplies q·k: 1/√head_dim
     mlp: str = "swiglu"
     dropout: float = 0.0
     rms_norm_eps: float = 1e-6
@@ -58,7 +58,11 @@ class FarspanConfig(PreTrainedConfig):
         self.base_scale = self.base_scale if self.base_scale is not None else self.head_dim**-0.5
         self._spell_out_positions()
         if "rope" in self.position:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0, **(self.rope_parameters or {})}
+            self.rope_parameters = {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                **(self.rope_parameters or {}),
+            }
             if self.rope_parameters["rope_type"] == "none":
                 raise FarspanError(
                     'rope_parameters say rope_type "none" but position names rope layers; '

@@ -21,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 from farspan.errors import FarspanError
 from farspan.model import attend as biased
 from farspan.model.config import FULL, SLIDING, FarspanConfig
-from farspan.model.positions import AlibiBias, PlacedBias, alibi_slopes, build, rotate
+from farspan.model.positions import AlibiBias, PlacedBias, Position, alibi_slopes, build, rotate
 
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
@@ -175,12 +175,14 @@ class FarspanModel(FarspanPreTrainedModel):
         masks = self._masks(x, attention_mask, position_ids if packed else None, past_key_values)
         biases = self._biases(x.shape[1], x.device, past_key_values)
         angles = {}
-        for kind, position in self.positions.items():
-            x = position.embed(x, position_ids)
-            angles[kind] = position.angles(x, position_ids)
+        for kind in self.positions:
+            x = self._position(kind).embed(x, position_ids)
+            angles[kind] = self._position(kind).angles(x, position_ids)
         x = self.dropout(x)
-        states = (x,)
+        states = []
         for layer, kind, span in zip(self.layers, self.config.position, self.config.layer_types, strict=True):
+            if output_hidden_states:
+                states.append(x)
             x = layer(
                 x,
                 attention_mask=masks[span],
@@ -189,13 +191,15 @@ class FarspanModel(FarspanPreTrainedModel):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-            states += (x,)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*states[:-1], x) if output_hidden_states else None,
+            hidden_states=(*states, x) if output_hidden_states else None,
         )
+
+    def _position(self, kind: str) -> Position:
+        return self.positions[kind]  # type: ignore[return-value]  # a ModuleDict forgets what it holds
 
     def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict[str, Tensor | None]:
         """One mask a kind of layer. Without cache, padding, packing or window it is None: causal SDPA needs none,
@@ -219,7 +223,7 @@ class FarspanModel(FarspanPreTrainedModel):
         first = {pair: index for index, pair in reversed(list(enumerate(pairs)))}
         placed = {}
         for (kind, span), index in first.items():
-            rule = self.positions[kind].bias
+            rule = self._position(kind).bias
             if rule is None:
                 continue
             seen, keys, offset = 0, queries, 0
@@ -248,12 +252,24 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,  # named here, or `generate` would not place left-padded prompts
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Logits of the last `logits_to_keep` positions (0: all), or of the positions it lists."""
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None

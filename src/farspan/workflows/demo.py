@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import Cohere2Config, PreTrainedConfig, Qwen3Config, SmolLM3Config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cohere2Config, PreTrainedConfig, Qwen3Config, SmolLM3Config
 
 from farspan.files import new_folder
 from farspan.model import FarspanConfig
@@ -31,8 +30,14 @@ def configs() -> dict[str, tuple[str, PreTrainedConfig]]:
     """Folder name -> what it shows and how it is built."""
     swan = ["rope/128", "rope/128", "rope/128", "none"]
     return {
-        "nope": ("no position encoding in any layer (paper A's model)", FarspanConfig(**SHAPE, position="none")),
-        "swan": ("rotary layers in windows, one global layer without positions", FarspanConfig(**SHAPE, position=swan)),
+        "nope": (
+            "no position encoding in any layer (paper A's model)",
+            FarspanConfig(**SHAPE, position="none"),
+        ),
+        "swan": (
+            "rotary layers in windows, one global layer without positions",
+            FarspanConfig(**SHAPE, position=swan),
+        ),
         "smollm3": ("a stock SmolLM3: one layer in four without rotation", SmolLM3Config(**SHAPE)),
         "cohere2": ("a stock Command A: its config does not say which layers rotate", Cohere2Config(**SHAPE)),
         "qwen3": ("a stock Qwen3: its query norm is shared by the heads", Qwen3Config(**SHAPE)),

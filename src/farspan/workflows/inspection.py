@@ -239,10 +239,7 @@ def _disagreements(reports: Sequence[LayerReport]) -> list[str]:
 
 def _query_norm(layers: Sequence[Layer]) -> str | None:
     names = {
-        name
-        for layer in layers
-        for name, _ in layer.module.named_children()
-        if "norm" in name and name.startswith("q")
+        name for layer in layers for name, _ in layer.module.named_children() if "norm" in name and name.startswith("q")
     }
     return ", ".join(sorted(names)) or None
 

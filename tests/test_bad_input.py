@@ -1,0 +1,247 @@
+"""A user's mistake is one sentence with cause and way out, an exit code, no traceback and nothing written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import farspan
+from families import FAMILIES
+from farspan import cli
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.scales import Scales
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A whole checkpoint and one in shards, to be damaged in copies."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = FAMILIES[0].build()
+    model.save_pretrained(folder / "whole")
+    model.save_pretrained(folder / "shards", max_shard_size="20KB")
+    patch = Patch("test", fingerprint(model), 128, 64, Scales.uniform(1.2, range(4), 4), name=str(folder / "whole"))
+    patch.save(folder / "patch")
+    return folder
+
+
+@pytest.fixture
+def damaged(checkpoints: Path, tmp_path: Path) -> Path:
+    shutil.copytree(checkpoints, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def refusal(capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
+    """Run the command as a user would; its exit code and what it said on stderr."""
+    monkeypatch.setattr("sys.argv", ["farspan", *arguments])
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return stop.value.code, captured.err
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def no_config(folder: Path) -> Path:
+    (folder / "whole" / "config.json").unlink()
+    return folder / "whole"
+
+
+def pickle_only(folder: Path) -> Path:
+    (folder / "whole" / "model.safetensors").unlink()
+    (folder / "whole" / "pytorch_model.bin").write_bytes(pickle.dumps({"w": 1}))
+    return folder / "whole"
+
+
+def truncated(folder: Path) -> Path:
+    weights = folder / "whole" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder / "whole"
+
+
+def header_only(folder: Path) -> Path:
+    (folder / "whole" / "model.safetensors").write_bytes(b"\xff" * 5)
+    return folder / "whole"
+
+
+def garbage(folder: Path) -> Path:
+    (folder / "whole" / "model.safetensors").write_bytes(b"\x08" + b"\x00" * 7 + b"not json" + b"\x00" * 64)
+    return folder / "whole"
+
+
+def index_outside(folder: Path) -> Path:
+    index = folder / "shards" / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map={**names, next(iter(names)): "../whole/model.safetensors"})
+    return folder / "shards"
+
+
+def index_absolute(folder: Path) -> Path:
+    index = folder / "shards" / "model.safetensors.index.json"
+    edit(index, weight_map={"model.norm.weight": str(folder / "whole" / "model.safetensors")})
+    return folder / "shards"
+
+
+def shard_missing(folder: Path) -> Path:
+    next((folder / "shards").glob("model-*.safetensors")).unlink()
+    return folder / "shards"
+
+
+def weights_missing(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", num_hidden_layers=5, position="none", layer_types=None)
+    return folder / "whole"
+
+
+def broken_json(folder: Path) -> Path:
+    config = folder / "whole" / "config.json"
+    config.write_text(config.read_text()[:-3])
+    return folder / "whole"
+
+
+def json_list(folder: Path) -> Path:
+    (folder / "whole" / "config.json").write_text("[1, 2]")
+    return folder / "whole"
+
+
+def not_text(folder: Path) -> Path:
+    (folder / "whole" / "config.json").write_bytes(b"\xff\xfe\x00{}")
+    return folder / "whole"
+
+
+def unknown_position(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", position=["rotary"] * 4)
+    return folder / "whole"
+
+
+def two_windows(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", position=["rope/8", "rope/16"])
+    return folder / "whole"
+
+
+def unknown_family(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", model_type="no-such-model")
+    return folder / "whole"
+
+
+def remote_code(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", auto_map={"AutoConfig": "evil.Config"})
+    (folder / "whole" / "evil.py").write_text("raise SystemExit('code of the checkpoint ran')")
+    return folder / "whole"
+
+
+def a_file(folder: Path) -> Path:
+    return folder / "whole" / "config.json"
+
+
+def nowhere(folder: Path) -> Path:
+    return folder / "does" / "not" / "exist"
+
+
+def scales_of_wrong_shape(folder: Path) -> Path:
+    return _patch_with(folder, torch.ones(3, 4))
+
+
+def scales_not_positive(folder: Path) -> Path:
+    return _patch_with(folder, -torch.ones(4, 4))
+
+
+def scales_nan(folder: Path) -> Path:
+    return _patch_with(folder, torch.full((4, 4), torch.nan))
+
+
+def scales_of_other_heads(folder: Path) -> Path:
+    return _patch_with(folder, torch.ones(4, 8))
+
+
+def scales_truncated(folder: Path) -> Path:
+    tables = folder / "patch" / "scales.safetensors"
+    tables.write_bytes(tables.read_bytes()[:-4])
+    return folder / "patch"
+
+
+def _patch_with(folder: Path, base: torch.Tensor) -> Path:
+    from safetensors.torch import save_file
+
+    save_file({"base": base}, folder / "patch" / "scales.safetensors")
+    return folder / "patch"
+
+
+def patch_for_another_model(folder: Path) -> Path:
+    text = json.loads((folder / "patch" / "patch.json").read_text())
+    edit(folder / "patch" / "patch.json", model={**text["model"], "sha256": "0" * 64})
+    return folder / "patch"
+
+
+CASES = [
+    (no_config, 2, "holds no config.json"),
+    (pickle_only, 2, "pickle.*convert it to safetensors"),
+    (truncated, 4, "not a whole safetensors file.*should have"),
+    (header_only, 4, "it has 5 bytes"),
+    (garbage, 4, "its header cannot be read"),
+    (index_outside, 4, "points outside its folder"),
+    (index_absolute, 4, "points outside its folder"),
+    (shard_missing, 4, "but missing"),
+    (weights_missing, 4, "lacks .* weights that its config asks for"),
+    (broken_json, 4, r"not valid JSON: .* at line \d+, column \d+"),
+    (json_list, 4, "a JSON list where an object is needed"),
+    (not_text, 4, "not UTF-8 text"),
+    (unknown_position, 2, "position 'rotary' is unknown"),
+    (two_windows, 2, r"window sizes \[8, 16\]"),
+    (unknown_family, 2, "cannot be loaded by transformers.*no-such-model"),
+    (remote_code, 2, "asks to run Python code.*--trust-remote-code"),
+    (a_file, 2, "is a file; give the folder"),
+    (nowhere, 2, "neither a folder nor a hub id"),
+    (scales_of_wrong_shape, 2, r"shape \[3, 4\] for 4 layers"),
+    (scales_not_positive, 2, "falls to -1"),
+    (scales_nan, 2, "NaN or infinity"),
+    (scales_of_other_heads, 2, "8 heads and layer 0 has 4"),
+    (scales_truncated, 4, "not a whole safetensors file"),
+    (patch_for_another_model, 2, "fitted on weights 000000000000.*own base model"),
+]
+
+
+@pytest.mark.parametrize(("damage", "code", "message"), CASES, ids=lambda value: getattr(value, "__name__", None))
+def test_a_mistake_is_one_sentence(damage, code: int, message: str, damaged: Path, capsys, monkeypatch):
+    source = damage(damaged)
+    before = sorted(path for path in damaged.rglob("*"))
+    status, said = refusal(capsys, monkeypatch, "inspect", str(source))
+    assert status == code, said
+    assert said.startswith("error ")
+    assert said.count("\n") == 1, "one sentence on one line"
+    assert __import__("re").search(message, said), said
+    assert sorted(path for path in damaged.rglob("*")) == before, "nothing written"
+
+
+def test_a_usage_error_exits_2(capsys, monkeypatch):
+    status, said = refusal(capsys, monkeypatch, "inspect")
+    assert status == 2
+    assert "MODEL" in said
+    status, _ = refusal(capsys, monkeypatch, "inspekt", "x")
+    assert status == 2
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [("rotray", "'rotray' is unknown"), ("none", "farspan's own and says its position itself")],
+)
+def test_a_position_that_cannot_be_is_refused(position: str, message: str, checkpoints, capsys, monkeypatch):
+    status, said = refusal(capsys, monkeypatch, "inspect", str(checkpoints / "whole"), "--position", position)
+    assert status == 2
+    assert message in said or "farspan's own" in said
+
+
+def test_a_patch_folder_is_a_model(checkpoints: Path):
+    found = farspan.inspect(checkpoints / "patch")
+    assert {layer.position for layer in found.layers} == {"none"}
+    from farspan.attention import seam
+
+    assert seam.installed(farspan.load(checkpoints / "patch").model)

@@ -1,0 +1,96 @@
+"""The house keeps its plan: imports point down, verbs stay callable, the door opens quickly."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import farspan
+from families import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "farspan"
+
+
+def floors() -> list[set[str]]:
+    """The floors of docs/design.md, top first: the fenced block that begins with `cli`."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    block = re.search(r"```\n(cli\n.*?)```", text, re.DOTALL).group(1)
+    return [{name.strip() for name in line.split("  ")[0].split("|")} for line in block.strip().splitlines()]
+
+
+def wing(module: str) -> str | None:
+    """`farspan.model.config` -> `model`; None for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def imports(path: Path) -> set[str]:
+    """The wings that a file imports anywhere in it, lazily or for its types."""
+    tree = ast.parse(path.read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "farspan" else set()
+            names |= deeper or {node.module}
+    return {wing(name) for name in names if name.startswith("farspan.")} - {None, "__version__"}
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem[:2] != "__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path: Path):
+    level = {name: number for number, floor in enumerate(floors()) for name in floor}
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    assert own in level, f"{own} has no floor in docs/design.md"
+    for other in imports(path) - {own}:
+        assert level[other] > level[own], f"{own} imports {other}, which is not below it"
+
+
+def test_attention_knows_no_architecture():
+    assert all("model" not in imports(path) for path in (SOURCE / "attention").glob("*.py"))
+
+
+def test_each_verb_can_be_called_twice_after_every_submodule_was_imported(tmp_path):
+    FAMILIES[0].build().save_pretrained(tmp_path)
+    for module in pkgutil.walk_packages(farspan.__path__, "farspan."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for _ in range(2):
+        assert farspan.inspect(tmp_path).family == "farspan"
+        assert farspan.load(tmp_path).model.config.model_type == "farspan"
+    assert set(farspan.__all__) == {"inspect", "load"}
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = farspan.nonsense
+
+
+def test_help_answers_quickly():
+    """Under 0.6 s on an idle machine; the best of five leaves out what else the machine is doing."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-m", "farspan", "--help"], capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+        assert result.returncode == 0
+        assert "inspect" in result.stdout
+    assert min(times) < 0.6
+
+
+def test_importing_farspan_imports_nothing_heavy():
+    script = "import sys, farspan.cli; print(*(m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == ""
+
+
+def test_the_changelog_knows_this_version():
+    assert f"## {farspan.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,325 @@
+"""Our model's laws: each encoding equals its definition, and the model is Llama where it should be."""
+
+from __future__ import annotations
+
+import cmath
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from families import FAMILIES, OURS, SHAPE, Family, tokens
+from farspan.errors import FarspanError
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.model.attend import attend, attend_flex
+from farspan.model.positions import AlibiBias, PlacedBias, T5Bias, alibi_slopes
+
+every_encoding = pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)
+
+
+# ---- one layer, written out in NumPy, number by number ------------------------------------------------------
+
+
+def reference_logits(model: FarspanForCausalLM, ids: list[int]) -> np.ndarray:
+    """The definition of a one-layer model: loops over heads, queries and keys; nothing shared with the model."""
+    config = model.config
+    weight = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    layer = {name.removeprefix("model.layers.0."): value for name, value in weight.items()}
+    x = weight["model.embed_tokens.weight"][ids]
+    if config.position[0] == "learned":
+        x = x + weight["model.positions.learned.table.weight"][: len(ids)]
+    if config.position[0] == "sinusoidal":
+        half = x.shape[1] // 2
+        for t in range(len(ids)):
+            for i in range(half):
+                angle = t * 10_000 ** (-i / half)
+                x[t, i] += math.sin(angle)
+                x[t, half + i] += math.cos(angle)
+    h = rms_norm(x, layer["input_layernorm.weight"], config.rms_norm_eps)
+    x = x + attention_by_hand(h, layer, weight, config) @ layer["self_attn.o_proj.weight"].T
+    h = rms_norm(x, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
+    up = h @ layer["mlp.up_proj.weight"].T
+    if config.mlp == "swiglu":
+        gate = h @ layer["mlp.gate_proj.weight"].T
+        hidden = gate / (1 + np.exp(-gate)) * up
+    else:
+        hidden = np.maximum(up, 0)
+    x = x + hidden @ layer["mlp.down_proj.weight"].T
+    return rms_norm(x, weight["model.norm.weight"], config.rms_norm_eps) @ weight["lm_head.weight"].T
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def attention_by_hand(h: np.ndarray, layer: dict, weight: dict, config: FarspanConfig) -> np.ndarray:
+    width, heads = config.head_dim, config.num_attention_heads
+    q, k, v = (h @ layer[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    output = np.zeros((len(h), heads * width))
+    for head in range(heads):
+        shared = head // (heads // config.num_key_value_heads)
+        for i in range(len(h)):
+            seen = range(max(0, i - config.sliding_window + 1) if config.sliding_window else 0, i + 1)
+            scores = []
+            for j in seen:
+                query = q[i, head * width : (head + 1) * width]
+                key = k[j, shared * width : (shared + 1) * width]
+                if config.position[0] == "rope":
+                    turned = int(width * config.rotary_fraction)
+                    query, key = turn(query, i, turned), turn(key, j, turned)
+                score = config.base_scale * float(query @ key)
+                if config.position[0] == "alibi":
+                    score -= 2 ** (-8 * (head + 1) / heads) * (i - j)
+                if config.position[0] == "t5":
+                    score += weight["model.positions.t5.bias.table.weight"][t5_bucket(i - j), head]
+                scores.append(score)
+            p = np.exp(np.array(scores) - max(scores))
+            values = v[list(seen), shared * width : (shared + 1) * width]
+            output[i, head * width : (head + 1) * width] = p / p.sum() @ values
+    return output
+
+
+def turn(x: np.ndarray, position: int, dims: int) -> np.ndarray:
+    """Rotation as multiplication of complex numbers: dimension i is paired with dimension i + dims/2."""
+    x, half = x.copy(), dims // 2
+    for i in range(half):
+        z = complex(x[i], x[i + half]) * cmath.exp(1j * position * 10_000 ** (-2 * i / dims))
+        x[i], x[i + half] = z.real, z.imag
+    return x
+
+
+def t5_bucket(distance: int) -> int:
+    if distance < 16:
+        return distance
+    return min(31, 16 + int(math.log(distance / 16) / math.log(128 / 16) * 16))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"position": "none"},
+        {"position": "rope"},
+        {"position": "rope", "rotary_fraction": 0.25},
+        {"position": "alibi"},
+        {"position": "t5", "base_scale": 1.0, "mlp": "relu"},
+        {"position": "learned"},
+        {"position": "sinusoidal", "tie_word_embeddings": False},
+    ],
+    ids=lambda extra: "-".join(map(str, extra.values())),
+)
+@torch.no_grad()
+def test_a_layer_of_each_encoding_equals_its_definition(extra: dict, window: int | None):
+    spec = {**SHAPE, **extra, "num_hidden_layers": 1}
+    spec["position"] += f"/{window}" if window else ""
+    model = FarspanForCausalLM(FarspanConfig(**spec)).double().eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    ids = tokens(40, batch=1)
+    expected = reference_logits(model, ids[0].tolist())
+    error = np.abs(model(ids).logits[0].numpy() - expected).max() / np.abs(expected).max()
+    assert error < 2e-6  # angles and waves are computed in float32
+
+
+def test_biases_equal_bloom_and_t5():
+    for heads in (4, 6, 8, 12):
+        slopes = AlibiBias(heads).slopes
+        bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float64)[:, 0, 1]
+        assert torch.allclose(slopes.double(), bloom, atol=1e-7)
+    assert alibi_slopes(12)[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+    distance = torch.arange(5000)
+    ours = T5Bias(4, 32, 128).bucket(distance)
+    assert torch.equal(ours, T5Attention._relative_position_bucket(-distance, False, 32, 128))
+
+
+@pytest.mark.parametrize("rule", [AlibiBias(4), T5Bias(4, 32, 128)], ids=["alibi", "t5"])
+def test_flex_and_tensor_paths_agree(rule):
+    q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)
+    index = torch.arange(24)
+    bias = PlacedBias(rule, index, index)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    tensor, _ = attend(module, q, k, v, None, bias=bias, scaling=0.25)
+    with torch.no_grad():  # FlexAttention has no backward on the CPU
+        flex = attend_flex(q, k, v, bias, 0.25, compiled=False)
+    assert (tensor - flex).abs().max() < 1e-6
+    rows = bias.tensor(4, slice(10, 13))
+    assert torch.equal(rows, bias.tensor(4)[:, :, 10:13])
+
+
+# ---- what NoPE is, and is not -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_nope_ignores_position_ids_and_no_other_encoding_does():
+    """Score biases count cache slots, not position ids; they are told apart by their distances instead."""
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    shuffled = torch.randperm(24)[None]
+    for family in OURS:
+        model = family.build()
+        before = model(ids, attention_mask=mask).logits
+        after = model(ids, attention_mask=mask, position_ids=shuffled).logits
+        if set(family.positions) <= {"none", "alibi", "t5"}:
+            assert torch.equal(before, after)
+        else:
+            assert (before - after).abs().max() > 1e-4, family.name
+
+
+@torch.no_grad()
+def test_one_layer_of_nope_cannot_tell_the_order_of_its_past():
+    for position, invariant in (("none", True), ("rope", False), ("alibi", False), ("sinusoidal", False)):
+        config = FarspanConfig(**{**SHAPE, "num_hidden_layers": 1, "position": position})
+        model = FarspanForCausalLM(config).double().eval()
+        for parameter in model.parameters():
+            parameter.mul_(5)
+        ids = tokens()
+        permuted = torch.cat((ids[:, :-1][:, torch.randperm(23)], ids[:, -1:]), 1)
+        change = (model(ids).logits[:, -1] - model(permuted).logits[:, -1]).abs().max()
+        assert (change < 1e-12) == invariant, position
+    # Two layers can: the causal mask shows each token of the past its own past.
+    model = FAMILIES[0].build()
+    assert (model(ids).logits[:, -1] - model(permuted).logits[:, -1]).abs().max() > 1e-5
+
+
+# ---- Llama ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5_000.0},
+        {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@torch.no_grad()
+def test_our_rope_model_is_llama(rope: dict):
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, rope_parameters=dict(rope))).eval()
+    ours = FarspanForCausalLM(
+        FarspanConfig(**SHAPE, position="rope", rope_parameters=dict(rope), tie_word_embeddings=False)
+    ).eval()
+    assert set(ours.state_dict()) == set(llama.state_dict())
+    ours.load_state_dict(llama.state_dict())
+    ids = tokens(100)  # beyond max_position_embeddings, where the dynamic type changes its mind
+    assert (ours(ids).logits - llama(ids).logits).abs().max() < 1e-6
+
+
+@every_encoding
+@torch.no_grad()
+def test_saved_models_load_through_auto_classes_as_they_were(family: Family, tmp_path):
+    model = family.build()
+    model.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_diff_dict() == {**model.config.to_diff_dict(), "dtype": "float32"}
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    base = hf.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+
+
+def test_a_nope_checkpoint_cannot_be_loaded_with_rotation_by_accident(tmp_path):
+    FAMILIES[0].build().save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match="none"):
+        hf.LlamaForCausalLM.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    with pytest.raises(KeyError, match="none"):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@every_encoding
+@torch.no_grad()
+def test_generation_agrees_with_and_without_cache_static_and_padded(family: Family):
+    model, ids = family.build(), tokens(9)
+    plain = model.generate(ids, max_new_tokens=10, do_sample=False, use_cache=False)
+    for options in ({}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **options), plain)
+    padded = torch.cat((torch.zeros(2, 4, dtype=torch.long), ids), 1)
+    mask = (padded != 0).long()
+    generated = model.generate(padded, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    assert torch.equal(generated[:, 4:], plain)
+
+
+@every_encoding
+def test_gradient_checkpointing_changes_no_gradient(family: Family):
+    model = family.build().train()
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_dropout_acts_in_training_alone():
+    model = FarspanForCausalLM(FarspanConfig(**SHAPE, dropout=0.5))
+    assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
+    model.eval()
+    assert torch.equal(model(tokens()).logits, model(tokens()).logits)
+
+
+@torch.no_grad()
+def test_logits_to_keep_hidden_states_and_tuples():
+    model = FAMILIES[0].build()
+    full = model(tokens(), output_hidden_states=True)
+    assert torch.equal(model(tokens(), logits_to_keep=3).logits, full.logits[:, -3:])
+    assert torch.equal(model(tokens(), logits_to_keep=torch.tensor([1, 5])).logits, full.logits[:, [1, 5]])
+    assert len(full.hidden_states) == 5
+    assert torch.equal(model.lm_head(full.hidden_states[-1]), full.logits)
+    assert torch.equal(model(tokens(), return_dict=False)[0], full.logits)
+
+
+# ---- the config's short form ---------------------------------------------------------------------------------
+
+
+def test_the_short_form_builds_the_hybrids_people_run():
+    smollm3 = FarspanConfig(num_hidden_layers=8, position=["rope", "rope", "rope", "none"])
+    assert smollm3.position == ["rope", "rope", "rope", "none"] * 2
+    assert smollm3.sliding_window is None
+    swan = FarspanConfig(num_hidden_layers=8, position=["rope/128", "rope/128", "rope/128", "none"])
+    assert swan.layer_types == (["sliding_attention"] * 3 + ["full_attention"]) * 2
+    assert swan.sliding_window == 128
+    assert FarspanConfig.from_dict(swan.to_dict()).to_dict() == swan.to_dict()
+
+
+BAD_CONFIGS = {
+    "'rpoe' is unknown; did you mean 'rope'": {"position": "rpoe"},
+    "choose one of none, rope": {"position": "xyz"},
+    r"window sizes \[64, 128\]": {"position": ["rope/128", "rope/64"]},
+    r"window sizes \[64, 128\].*one sliding_window": {"position": "rope/128", "sliding_window": 64},
+    "has no valid window": {"position": "rope/"},
+    "has no valid window; write it as rope/128": {"position": "rope/-1"},
+    "3 entries does not fit 8 layers": {"position": ["none"] * 3},
+    "0 entries does not fit": {"position": []},
+    "'learned' is added to the embeddings": {"position": ["learned", "none"]},
+    "8 query heads cannot share 3": {"num_key_value_heads": 3},
+    "500 is no multiple of 8 heads": {"hidden_size": 500},
+    "mlp 'gelu' is unknown": {"mlp": "gelu"},
+    "sliding_window is None": {"layer_types": ["sliding_attention"] * 8},
+    "layer_types names 'linear'": {"layer_types": ["linear"] * 8},
+    "2 entries for 8 layers": {"layer_types": ["full_attention"] * 2},
+    'rope_type "none" but position names rope': {
+        "position": "rope",
+        "rope_parameters": {"rope_type": "none"},
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_impossible_configs_are_refused_in_one_sentence(message: str):
+    with pytest.raises(FarspanError, match=message):
+        FarspanConfig(**BAD_CONFIGS[message])
+
+
+def test_other_attention_functions_may_not_drop_a_bias():
+    model = next(family for family in OURS if family.name == "farspan-alibi").build()
+    with pytest.raises(FarspanError, match="would drop the score bias"):
+        model.set_attn_implementation("eager")

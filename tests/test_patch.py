@@ -1,0 +1,167 @@
+"""A patch is data: saved, loaded, combined and applied, it is the same change to the same model."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from families import FAMILIES, tokens
+from farspan.attention import seam
+from farspan.attention.patch import Patch, fingerprint, set_rope
+from farspan.attention.scales import Scales
+from farspan.errors import CorruptError, FarspanError
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def family(name: str):
+    return next(family for family in FAMILIES if family.name == name).build()
+
+
+def patch_for(model, **parts) -> Patch:
+    return Patch("test", fingerprint(model), target=256, train_length=64, **parts)
+
+
+def head_scales(slope: bool = False) -> Scales:
+    base = 1 + torch.rand(4, 4)
+    return Scales(tuple(range(4)), base, torch.rand(4, 4), "log", 8) if slope else Scales(tuple(range(4)), base)
+
+
+@pytest.mark.parametrize("name", ["llama", "farspan-rope", "smollm3"])
+@torch.no_grad()
+def test_a_saved_patch_is_the_same_patch(name: str, tmp_path):
+    model, fresh = family(name), family(name)
+    weights = {"model.norm.weight": torch.rand_like(model.model.norm.weight)}
+    patch = patch_for(model, scales=head_scales(slope=True), rope=YARN, weights=weights)
+    patch.save(tmp_path / "patch")
+    expected = patch.apply(model)(tokens()).logits
+    loaded = Patch.load(tmp_path / "patch")
+    assert loaded.describe() == patch.describe()
+    assert torch.equal(loaded.apply(fresh)(tokens()).logits, expected)
+    assert {file.name for file in (tmp_path / "patch").iterdir()} == {
+        "patch.json",
+        "scales.safetensors",
+        "weights.safetensors",
+    }
+    text = json.loads((tmp_path / "patch" / "patch.json").read_text())
+    assert text["model"]["sha256"] == patch.model
+    assert text["scales"].keys() >= {"basis", "min", "mean", "max"}
+
+
+@torch.no_grad()
+def test_rope_parameters_act_as_if_the_model_was_built_with_them():
+    model = family("llama")
+    rope = {**YARN, "rope_theta": 10_000.0}
+    built = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})).eval()
+    built.load_state_dict(model.state_dict())
+    stock = model(tokens()).logits
+    patch_for(model, rope=YARN).apply(model)
+    assert torch.equal(model(tokens()).logits, built(tokens()).logits)
+    assert not torch.equal(model(tokens()).logits, stock)
+    assert model.config.rope_parameters["rope_theta"] == 10_000.0, "an override must not lose the base frequency"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "llama4", "gemma3", "farspan-rope"])
+@torch.no_grad()
+def test_removing_rotation_leaves_a_model_that_ignores_positions(name: str):
+    model = family(name)
+    mask, shuffled = torch.ones(2, 24, dtype=torch.long), torch.randperm(24)[None]
+    call = {"input_ids": tokens(), "attention_mask": mask}
+    assert not torch.equal(model(**call).logits, model(**call, position_ids=shuffled).logits)
+    patch_for(model, rope={"rope_type": "none"}).apply(model)
+    assert torch.equal(model(**call).logits, model(**call, position_ids=shuffled).logits)
+
+
+@torch.no_grad()
+def test_only_layers_that_see_everything_get_new_rope_parameters():
+    model = family("gemma3")
+    local = model.model.rotary_emb.sliding_attention_inv_freq.clone()
+    wide = model.model.rotary_emb.full_attention_inv_freq.clone()
+    set_rope(model, {"rope_type": "linear", "factor": 4.0})
+    assert torch.equal(model.model.rotary_emb.sliding_attention_inv_freq, local)
+    assert torch.allclose(model.model.rotary_emb.full_attention_inv_freq, wide / 4)
+
+
+@torch.no_grad()
+def test_then_applies_both():
+    first, second = family("smollm3"), family("smollm3")
+    yarn = patch_for(first, rope=YARN)
+    scales = patch_for(first, scales=head_scales())
+    both = yarn.then(scales)
+    assert both.method == "test+test"
+    yarn.apply(first)
+    seam.install(first, scales.scales)
+    assert torch.equal(both.apply(second)(tokens()).logits, first(tokens()).logits)
+
+
+@pytest.mark.parametrize("slope", [False, True])
+def test_scales_of_two_patches_multiply(slope: bool):
+    model = family("farspan-none")
+    a = Scales((0, 2), 1 + torch.rand(2, 4))
+    b = Scales((2, 3), 1 + torch.rand(2, 4), torch.rand(2, 4) if slope else None, "log" if slope else "constant", 8)
+    for first, second in ((a, b), (b, a)):
+        product = patch_for(model, scales=first).then(patch_for(model, scales=second)).scales
+        assert product.layers == (0, 2, 3)
+        for n in (4, 8, 100):
+            count = torch.tensor(n)
+            expected = torch.stack((a.at(count)[0], a.at(count)[1] * b.at(count)[0], b.at(count)[1]))
+            assert torch.allclose(product.at(count), expected)
+
+
+def test_patches_that_do_not_fit_change_nothing():
+    model, other = family("llama"), family("farspan-none")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(FarspanError, match="fitted on weights .*apply it to its own base model"):
+        patch_for(other, scales=head_scales()).apply(model)
+    with pytest.raises(FarspanError, match="replaces 'lm_head.bias'"):
+        patch_for(model, weights={"lm_head.bias": torch.ones(3)}, rope=YARN).apply(model)
+    with pytest.raises(FarspanError, match="layer 9"):
+        bad = Scales.uniform(1.2, (9,), 4)
+        patch_for(model, scales=bad, rope=YARN, weights={"model.norm.weight": torch.ones(32)}).apply(model)
+    with pytest.raises(FarspanError, match="fitted on another base model"):
+        patch_for(model).then(patch_for(other))
+    schedules = patch_for(model, scales=head_scales(slope=True))
+    with pytest.raises(FarspanError, match="two schedules"):
+        schedules.then(schedules)
+    with pytest.raises(FarspanError, match="no rotary layer"):
+        patch_for(other, rope=YARN).apply(other)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.config.rope_parameters["rope_type"] == "default"
+    assert not seam.installed(model)
+
+
+def test_the_fingerprint_knows_weights_and_not_their_dtype():
+    model = family("llama")
+    mark = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model).bfloat16()) == mark
+    assert fingerprint(copy.deepcopy(model).bfloat16().float()) == mark
+    assert fingerprint(seam.install(copy.deepcopy(model))) == mark
+    model.lm_head.weight.data[0, 0] += 1
+    assert fingerprint(model) != mark
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "nan", "json", "format", "shape"])
+def test_a_damaged_patch_is_refused(damage: str, tmp_path):
+    from safetensors.torch import save_file
+
+    patch_for(family("llama"), scales=head_scales()).save(tmp_path / "patch")
+    tables, text = tmp_path / "patch" / "scales.safetensors", tmp_path / "patch" / "patch.json"
+    if damage == "missing":
+        tables.unlink()
+    elif damage == "truncated":
+        tables.write_bytes(tables.read_bytes()[:-7])
+    elif damage == "nan":
+        save_file({"base": torch.full((4, 4), torch.nan)}, tables)
+    elif damage == "shape":
+        save_file({"base": torch.ones(3, 4)}, tables)
+    elif damage == "json":
+        text.write_text(text.read_text()[:-5])
+    else:
+        text.write_text(text.read_text().replace('"format": 1', '"format": 99'))
+    expected = CorruptError if damage in ("missing", "truncated", "json") else FarspanError
+    with pytest.raises(expected, match=";"):
+        Patch.load(tmp_path / "patch")
