@@ -63,9 +63,7 @@ def load(
             f"`farspan inspect {source}`"
         )
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    if attention is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        attention = "eager"  # some releases of transformers let SDPA drop the cap without a word
-    if attention is not None:
+    if (attention := attention or needed_attention(config)) is not None:
         options["attn_implementation"] = attention
     # A config that we changed must not be overruled by the one in the folder, so its own class loads.
     auto = FarspanForCausalLM if isinstance(config, FarspanConfig) else AutoModelForCausalLM
@@ -102,6 +100,11 @@ def load_config(
     with _quiet(), _readable(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     return config if position is None else with_position(config, position)
+
+
+def needed_attention(config: PreTrainedConfig) -> str | None:
+    """The backend that a model cannot do without; some releases of transformers let SDPA drop a soft cap."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:

@@ -17,7 +17,7 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites
-from farspan.loading import load, load_config
+from farspan.loading import load, load_config, needed_attention
 
 BUILDABLE = 300_000_000  # parameters of a model that is built whole when it cannot be built small
 
@@ -291,12 +291,13 @@ def _small_model(config: PreTrainedConfig, parameters: int, trust_remote_code: b
     for key, value in thin.items():
         if getattr(text, key, None) is not None:
             setattr(text, key, value)
+    options = {"trust_remote_code": trust_remote_code, "attn_implementation": needed_attention(config)}
     try:
-        return AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code).eval()
+        return AutoModelForCausalLM.from_config(small, **options).eval()
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         if parameters > BUILDABLE:
             raise FarspanError(
                 f"no small {config.model_type} with these layers could be built ({error}); "
                 "give the folder with its weights"
             ) from None
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+        return AutoModelForCausalLM.from_config(config, **options).eval()
