@@ -4,14 +4,22 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Two workers of one thread each beat one worker of two threads on these small models.
 JOBS   ?= 2
+CONSTRAINTS ?= constraints.txt
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test check lint types wheel clean
+.PHONY: demo test oldest check lint types wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# The same laws on the oldest transformers that farspan supports.
+oldest:
+	mkdir -p .venv-oldest
+	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > .venv-oldest/constraints.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 
 check: $(VENV)/.installed-dev lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -27,16 +35,16 @@ wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first: chosen alone, pip takes the build that the constraint names and no other.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farspan needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(PIP) torch
+	$(PIP) -e '.[test]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	touch $@

@@ -138,6 +138,7 @@ def test_biases_equal_bloom_and_t5():
 
 
 @pytest.mark.parametrize("rule", [AlibiBias(4), T5Bias(4, 32, 128)], ids=["alibi", "t5"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_and_tensor_paths_agree(rule):
     q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)
     index = torch.arange(24)

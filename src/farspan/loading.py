@@ -67,7 +67,7 @@ def load(
         options["attn_implementation"] = attention
     # A config that we changed must not be overruled by the one in the folder, so its own class loads.
     auto = FarspanForCausalLM if isinstance(config, FarspanConfig) else AutoModelForCausalLM
-    with _quiet(), _readable(source):
+    with quiet(), _readable(source):
         model, report = auto.from_pretrained(source, config=config, output_loading_info=True, **options)
     if report["missing_keys"]:
         # transformers would fill them with random numbers and go on
@@ -97,7 +97,7 @@ def load_config(
         raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
     elif not HUB_ID.fullmatch(str(source)):
         raise FarspanError(f"{source} is neither a folder nor a hub id (owner/name); check the path")
-    with _quiet(), _readable(source):
+    with quiet(), _readable(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     return config if position is None else with_position(config, position)
 
@@ -141,12 +141,12 @@ def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreT
     folder = Path(source)
     if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
-    with _quiet(), _readable(source):
+    with quiet(), _readable(source):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no advice from transformers: what matters is said by farspan."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

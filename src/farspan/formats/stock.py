@@ -15,6 +15,7 @@ from farspan.attention import seam
 from farspan.errors import FarspanError, ProofError
 from farspan.files import new_folder
 from farspan.formats.fold import Proof, compare, logits, random_tokens
+from farspan.loading import quiet
 from farspan.model.config import SLIDING, FarspanConfig
 from farspan.model.transformer import FarspanForCausalLM
 
@@ -64,7 +65,7 @@ def to_stock(model: FarspanForCausalLM) -> tuple[PreTrainedModel, Proof]:
 def save_stock(model: FarspanForCausalLM, folder: Path) -> Proof:
     """Write the stock checkpoint to a folder, once it is proven."""
     stock, proof = to_stock(model)
-    with new_folder(Path(folder)) as new:
+    with new_folder(Path(folder)) as new, quiet():
         stock.save_pretrained(new)
     return proof
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Cohere2Config, PreTrainedConfig, Qwen3Config, SmolLM3Config
 
 from farspan.files import new_folder
+from farspan.loading import quiet
 from farspan.model import FarspanConfig
 
 SHAPE = dict(
@@ -48,6 +49,6 @@ def build_models(folder: Path) -> Iterator[tuple[str, Path]]:
     """Write each model into the folder; yields what it shows and where it is."""
     for name, (what, config) in configs().items():
         torch.manual_seed(0)
-        with new_folder(folder / name) as new:
+        with new_folder(folder / name) as new, quiet():
             AutoModelForCausalLM.from_config(config).save_pretrained(new)
         yield what, folder / name

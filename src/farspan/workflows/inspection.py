@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -100,43 +100,13 @@ def _inspect_model(
 ) -> Inspection:
     """`config` and `parameters` are those of the model that is meant, where `model` stands in for it."""
     config = (config or model.config).get_text_config()
-    warnings = list(notes)
-    try:
-        layers = probe(model)
-    except FarspanError as error:  # off the interface: say what the config says, and why no more
-        return _unprobed(model, name, config, parameters, [*warnings, str(error)])
-    reports = tuple(
-        LayerReport(layer.index, layer.position, claimed_position(config, layer.index), layer.window)
-        for layer in layers
-    )
-    warnings += _disagreements(reports)
-    if temperature := built_in_temperature(config):
-        warnings.append(f"the model already scales its attention ({temperature}); farspan's scales multiply with that")
-    heads = getattr(config, "num_attention_heads", None) or layers[0].heads
-    return Inspection(
-        model=name,
-        family=config.model_type,
-        parameters=parameters or _count(model),
-        train_length=train_length(config),
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=layers[0].head_dim,
-        base_scale=layers[0].base_scale,
-        temperature=temperature,
-        query_norm=_query_norm(layers),
-        layers=reports,
-        fold=_fold(model, layers),
-        warnings=tuple(warnings),
-    )
-
-
-def _unprobed(
-    model: PreTrainedModel, name: str, config: PreTrainedConfig, parameters: int | None, warnings: list[str]
-) -> Inspection:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    claims = [claimed_position(config, index) for index in range(config.num_hidden_layers)]
-    return Inspection(
+    temperature = built_in_temperature(config)
+    warnings = list(notes)
+    if temperature:
+        warnings.append(f"the model already scales its attention ({temperature}); farspan's scales multiply with that")
+    from_config = Inspection(
         model=name,
         family=config.model_type,
         parameters=parameters or _count(model),
@@ -145,11 +115,31 @@ def _unprobed(
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         base_scale=head_dim**-0.5,
-        temperature=built_in_temperature(config),
+        temperature=temperature,
         query_norm=None,
-        layers=tuple(LayerReport(index, "unknown", claim, None) for index, claim in enumerate(claims)),
-        fold=FoldReport(False, None, "the fold is checked at the seam, and this model cannot be put on it", ()),
+        layers=tuple(
+            LayerReport(index, "unknown", claimed_position(config, index), None)
+            for index in range(config.num_hidden_layers)
+        ),
+        fold=FoldReport(False, None, "the fold is tried out at the seam, and this model cannot be put on it", ()),
         warnings=tuple(warnings),
+    )
+    try:
+        layers = probe(model)
+    except FarspanError as error:  # off the interface: what the config says must do
+        return replace(from_config, warnings=(*warnings, str(error)))
+    reports = tuple(
+        LayerReport(layer.index, layer.position, claimed_position(config, layer.index), layer.window)
+        for layer in layers
+    )
+    return replace(
+        from_config,
+        head_dim=layers[0].head_dim,
+        base_scale=layers[0].base_scale,
+        query_norm=_query_norm(layers),
+        layers=reports,
+        fold=_fold(model, layers),
+        warnings=(*warnings, *_disagreements(reports)),
     )
 
 
