@@ -175,6 +175,45 @@ def _patch_with(folder: Path, base: torch.Tensor) -> Path:
     return folder / "patch"
 
 
+def folder_for_a_file(folder: Path) -> Path:
+    (folder / "whole" / "config.json").unlink()
+    (folder / "whole" / "config.json").mkdir()
+    return folder / "whole"
+
+
+def truncated_beside_an_index(folder: Path) -> Path:
+    (folder / "shards" / "model.safetensors").write_bytes(b"\0" * 20)
+    return folder / "shards"
+
+
+def overlapping_tensors(folder: Path) -> Path:
+    header = {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}
+    text = json.dumps(header).encode()
+    (folder / "whole" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    return folder / "whole"
+
+
+def deep_json(folder: Path) -> Path:
+    (folder / "whole" / "config.json").write_text("[" * 100_000)
+    return folder / "whole"
+
+
+def patch_of_itself(folder: Path) -> Path:
+    text = json.loads((folder / "patch" / "patch.json").read_text())
+    edit(folder / "patch" / "patch.json", model={**text["model"], "name": str(folder / "patch")})
+    return folder / "patch"
+
+
+def patch_with_broken_rope(folder: Path) -> Path:
+    edit(folder / "patch" / "patch.json", rope=[1])
+    return folder / "patch"
+
+
+def patch_with_unknown_rope(folder: Path) -> Path:
+    edit(folder / "patch" / "patch.json", rope={"rope_type": "spiral"})
+    return folder / "patch"
+
+
 def patch_for_another_model(folder: Path) -> Path:
     text = json.loads((folder / "patch" / "patch.json").read_text())
     edit(folder / "patch" / "patch.json", model={**text["model"], "sha256": "0" * 64})
@@ -205,6 +244,13 @@ CASES = [
     (scales_nan, 2, "NaN or infinity"),
     (scales_of_other_heads, 2, "8 heads and layer 0 has 4"),
     (scales_truncated, 4, "not a whole safetensors file"),
+    (folder_for_a_file, 4, "cannot be read"),
+    (truncated_beside_an_index, 4, "not a whole safetensors file"),
+    (overlapping_tensors, 4, "not a whole safetensors file"),
+    (deep_json, 4, "cannot be read"),
+    (patch_of_itself, 2, "load its base model"),
+    (patch_with_broken_rope, 4, "not a whole patch"),
+    (patch_with_unknown_rope, 2, "'spiral' is unknown"),
     (patch_for_another_model, 2, "fitted on weights 000000000000.*own base model"),
 ]
 
@@ -230,13 +276,57 @@ def test_a_usage_error_exits_2(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("position", "message"),
-    [("rotray", "'rotray' is unknown"), ("none", "farspan's own and says its position itself")],
+    ("family", "position", "message"),
+    [
+        ("llama", "rotray", "'rotray' is unknown"),
+        ("llama-bias", "none", "has biases"),
+        ("mistral", "none", "this one is 'mistral'"),
+        ("farspan-none", "none", "farspan's own and says its position itself"),
+    ],
 )
-def test_a_position_that_cannot_be_is_refused(position: str, message: str, checkpoints, capsys, monkeypatch):
-    status, said = refusal(capsys, monkeypatch, "inspect", str(checkpoints / "whole"), "--position", position)
+def test_a_position_that_cannot_be_is_refused(family: str, position: str, message: str, tmp_path, capsys, monkeypatch):
+    next(each for each in FAMILIES if each.name == family).build().save_pretrained(tmp_path)
+    status, said = refusal(capsys, monkeypatch, "inspect", str(tmp_path), "--position", position)
     assert status == 2
-    assert message in said or "farspan's own" in said
+    assert message in said
+
+
+def test_a_hub_that_cannot_be_reached_is_said_so_quickly(capsys, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    status, said = refusal(capsys, monkeypatch, "inspect", "no-such-owner/no-such-model")
+    assert status == 2
+    assert "is no folder here, and the hub does not give it (ConnectionError)" in said
+
+
+def test_code_of_a_checkpoint_runs_only_when_asked_for_by_name(damaged: Path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("farspan.loading.AutoTokenizer.from_pretrained", lambda *a, **options: seen.append(options))
+    (damaged / "whole" / "tokenizer.json").write_text("{}")
+    farspan.load(damaged / "whole")
+    assert [options["trust_remote_code"] for options in seen] == [False]
+
+
+WRONG_TYPES = [
+    {"num_hidden_layers": "x"},
+    {"position": None},
+    {"num_attention_heads": 0},
+    {"rope_parameters": [1]},
+    {"sliding_window": "x", "layer_types": ["sliding_attention"] * 4},
+    {"dtype": "x"},
+    {"model_type": [1]},
+    {"auto_map": None, "vocab_size": -1},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG_TYPES, ids=str)
+def test_a_config_of_wrong_types_is_one_sentence(changes: dict, damaged: Path, capsys, monkeypatch):
+    edit(damaged / "whole" / "config.json", **changes)
+    status, said = refusal(capsys, monkeypatch, "inspect", str(damaged / "whole"))
+    assert status in (2, 4)
+    assert said.count("\n") == 1
 
 
 def test_a_patch_folder_is_a_model(checkpoints: Path):

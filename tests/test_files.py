@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from farspan.errors import CorruptError
+from farspan.errors import CorruptError, FarspanError
 from farspan.files import check_safetensors, new_folder, write_json, write_text
 
 
@@ -20,14 +20,17 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (new / "a").write_text("1")
         assert not target.exists()
     assert (target / "a").read_text() == "1"
-    with pytest.raises(RuntimeError), new_folder(target) as new:
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "deep" / "failed") as new:
         (new / "b").write_text("2")
         raise RuntimeError
-    assert [path.name for path in target.iterdir()] == ["a"], "the old folder stands after a failure"
-    with new_folder(target) as new:
-        (new / "b").write_text("2")
-    assert [path.name for path in target.iterdir()] == ["b"]
-    assert [path.name for path in target.parent.iterdir()] == ["out"], "nothing temporary is left"
+    assert [path.name for path in target.parent.iterdir()] == ["out"], "nothing is left of a failure"
+    with pytest.raises(FarspanError, match="exists already"), new_folder(target):
+        pass
+    assert (target / "a").read_text() == "1", "nothing that stands there is replaced"
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as new:
+        (new / "c").write_text("3")
+    assert (tmp_path / "empty" / "c").read_text() == "3"
 
 
 def test_a_file_is_replaced_or_untouched(tmp_path, monkeypatch):

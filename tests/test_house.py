@@ -64,8 +64,9 @@ def test_attention_knows_no_architecture():
 
 def test_each_verb_can_be_called_twice_after_every_submodule_was_imported(tmp_path):
     FAMILIES[0].build().save_pretrained(tmp_path)
+    skipped = {"farspan.__main__", "farspan.attention.kernels"}  # a command, and what needs Triton
     for module in pkgutil.walk_packages(farspan.__path__, "farspan."):
-        if not module.name.endswith("__main__"):
+        if module.name not in skipped:
             importlib.import_module(module.name)
     for _ in range(2):
         assert farspan.inspect(tmp_path).family == "farspan"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import transformers as hf
 
 import farspan
 from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import seam
+from farspan.errors import FarspanError
 from farspan.model import FarspanConfig
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -42,6 +45,8 @@ def test_every_layer_of_every_family_is_labelled_as_it_behaves(family: Family, t
         assert set(found.fold.layers).isdisjoint(family.refused)
         assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
         assert found.heads == 4
+        assert found.kv_heads == getattr(model.config, "num_key_value_heads", 4)
+        assert found.head_dim == seam.attention_calls(model)[0].q.shape[-1]
         assert found.family == model.config.model_type
         if family.uniform:
             assert f"folds there, into {family.uniform}" in found.fold.why
@@ -141,6 +146,23 @@ def test_a_llama_typed_checkpoint_without_rotation_loads_as_what_it_is(tmp_path)
     model, tokenizer = farspan.load(tmp_path, position="none")
     assert torch.equal(model(tokens()).logits, nope(tokens()).logits)
     assert tokenizer is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.MambaConfig(num_hidden_layers=2),
+        hf.T5Config(),
+        hf.DeepseekV3Config(num_hidden_layers=4),
+        hf.RecurrentGemmaConfig(num_hidden_layers=3),
+        hf.BartConfig(),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_config_that_cannot_be_probed_is_never_a_traceback(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    with contextlib.suppress(FarspanError):
+        assert {layer.position for layer in farspan.inspect(tmp_path).layers} <= {"rope", "unknown"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

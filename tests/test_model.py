@@ -291,6 +291,11 @@ def test_the_short_form_builds_the_hybrids_people_run():
     assert FarspanConfig.from_dict(swan.to_dict()).to_dict() == swan.to_dict()
 
 
+def test_rotation_that_was_removed_stays_removed():
+    config = FarspanConfig(num_hidden_layers=4, position=["rope", "none"], rope_parameters={"rope_type": "none"})
+    assert config.position == ["none"] * 4
+
+
 BAD_CONFIGS = {
     "'rpoe' is unknown; did you mean 'rope'": {"position": "rpoe"},
     "choose one of none, rope": {"position": "xyz"},
@@ -307,10 +312,8 @@ BAD_CONFIGS = {
     "sliding_window is None": {"layer_types": ["sliding_attention"] * 8},
     "layer_types names 'linear'": {"layer_types": ["linear"] * 8},
     "2 entries for 8 layers": {"layer_types": ["full_attention"] * 2},
-    'rope_type "none" but position names rope': {
-        "position": "rope",
-        "rope_parameters": {"rope_type": "none"},
-    },
+    "position None is no name": {"position": None},
+    "position 3 is no name": {"position": ["none", 3]},
 }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from families import FAMILIES, tokens
+import farspan
+from families import FAMILIES, SHAPE, tokens
 from farspan.attention import seam
 from farspan.attention.patch import Patch, fingerprint, set_rope
 from farspan.attention.scales import Scales
@@ -87,6 +89,72 @@ def test_only_layers_that_see_everything_get_new_rope_parameters():
 
 
 @torch.no_grad()
+def test_rotation_can_be_removed_and_given_back():
+    model = family("llama")
+    set_rope(model, YARN)
+    yarn = model(tokens()).logits
+    set_rope(model, {"rope_type": "none"})
+    assert model.model.rotary_emb.attention_scaling == 1.0, "YaRN's factor must go with the rotation"
+    set_rope(model, YARN)
+    assert torch.equal(model(tokens()).logits, yarn)
+
+
+@torch.no_grad()
+def test_our_model_without_its_rotation_is_saved_and_exported_as_nope(tmp_path):
+    from farspan.formats.stock import to_stock
+
+    model = family("farspan-rope")
+    set_rope(model, {"rope_type": "none"})
+    model.save_pretrained(tmp_path)
+    loaded = farspan.load(tmp_path).model
+    assert loaded.config.position == ["none"] * 4
+    assert (loaded(tokens()).logits - model(tokens()).logits).abs().max() < 1e-6
+    assert to_stock(model)[1].holds
+    found = farspan.inspect(model)
+    assert {(layer.position, layer.claimed) for layer in found.layers} == {("none", "none")}
+
+
+def test_a_rotary_fraction_survives_new_rope_parameters():
+    for name in ("farspan-quarter-rope", "gpt-neox"):
+        model = family(name)
+        rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
+        width = len(rotary.inv_freq)
+        set_rope(model, {"rope_type": "linear", "factor": 4.0})
+        rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
+        assert len(rotary.inv_freq) == width
+
+
+def test_new_rope_parameters_stay_in_one_model():
+    config = LlamaConfig(**SHAPE)
+    first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    set_rope(first, YARN)
+    assert second.config.rope_parameters["rope_type"] == "default"
+
+
+def test_one_checkpoint_read_in_two_ways_is_two_models(tmp_path):
+    llama = family("llama")
+    llama.save_pretrained(tmp_path / "base")
+    nope = farspan.load(tmp_path / "base", position="none").model
+    patch = patch_for(nope, scales=head_scales())
+    with pytest.raises(FarspanError, match="fitted on weights"):
+        patch.apply(llama)
+    replace(patch, name=str(tmp_path / "base"), position="none").save(tmp_path / "patch")
+    assert {layer.position for layer in farspan.inspect(tmp_path / "patch").layers} == {"none"}
+
+
+def test_of_two_patches_the_later_wins():
+    model = family("llama")
+    one, two = torch.ones(32), 2 * torch.ones(32)
+    first = patch_for(model, rope=YARN, weights={"model.norm.weight": one})
+    second = replace(first, target=512, rope={"rope_type": "linear", "factor": 2.0}, weights={"model.norm.weight": two})
+    both = first.then(second)
+    assert both.target == 512
+    assert both.rope["rope_type"] == "linear"
+    assert torch.equal(both.weights["model.norm.weight"], two)
+    assert first.then(replace(second, rope=None)).rope == YARN
+
+
+@torch.no_grad()
 def test_then_applies_both():
     first, second = family("smollm3"), family("smollm3")
     yarn = patch_for(first, rope=YARN)
@@ -127,6 +195,8 @@ def test_patches_that_do_not_fit_change_nothing():
     schedules = patch_for(model, scales=head_scales(slope=True))
     with pytest.raises(FarspanError, match="two schedules"):
         schedules.then(schedules)
+    with pytest.raises(FarspanError, match="cannot be built"):
+        patch_for(model, rope={"rope_type": "yarn"}).apply(model)
     with pytest.raises(FarspanError, match="no rotary layer"):
         patch_for(other, rope=YARN).apply(other)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

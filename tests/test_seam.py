@@ -219,6 +219,75 @@ def test_another_backend_computes_while_it_is_in_use():
     assert (seam.install(model, uniform)(tokens()).logits - seam_output).abs().max() < 1e-6
 
 
+@torch.no_grad()
+def test_blocks_give_back_what_they_took():
+    model = FAMILIES[0].build()
+    expected = model(tokens()).logits
+    scales = scales_for(model)
+    seen: list[int] = []
+
+    def see(call: seam.Call) -> None:
+        seen.append(call.layer)
+
+    def queries(module, q, k, v, mask, **kwargs):
+        return q.transpose(1, 2), None
+
+    with seam.observing(model, see), seam.using(model, queries):
+        with seam.observing(model, see):
+            model(tokens())
+        assert len(seen) == 8
+        model(tokens())
+        assert len(seen) == 12, "the outer observer outlives the inner one"
+        seam.install(model, scales)
+    scaled = model(tokens()).logits
+    assert not torch.equal(scaled, expected), "scales that were installed inside a block stay"
+    assert torch.equal(scaled, seam.install(FAMILIES[0].build(), scales)(tokens()).logits)
+    assert torch.equal(seam.install(model)(tokens()).logits, expected), "installing without scales clears them"
+
+
+def test_looking_at_a_model_in_training_leaves_it_in_training():
+    model = FAMILIES[0].build().train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    probe(model)
+    seam.install(model)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_bf16_query_is_scaled_in_float32_and_rounded_once():
+    q = torch.randn(1, 4, 8, 8).bfloat16()
+    base = 1 + torch.rand(1, 4)
+    scaled = seam.scale_queries(q, q, None, Scales((0,), base))
+    assert torch.equal(scaled, (q.float() * base[0][:, None, None]).bfloat16())
+    assert scaled.dtype == torch.bfloat16
+
+
+def test_layers_that_share_a_number_are_told_apart():
+    model = FAMILIES[0].build()
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = -1
+    assert [call.layer for call in seam.attention_calls(model)] == [0, 1, 2, 3]
+
+
+def test_our_own_models_run_on_eager_too():
+    model = FAMILIES[0].build()
+    expected = seam.install(model, scales_for(model))(tokens(), use_cache=False).logits
+    seam.uninstall(model)
+    model.set_attn_implementation("eager")
+    scaled = seam.install(model, scales_for(model))(tokens(), use_cache=False).logits
+    assert (scaled - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("bad", [torch.full((4, 4), torch.nan), -torch.ones(4, 4), torch.ones(4, 4).bfloat16()])
+def test_scales_are_checked_when_they_are_installed(bad: torch.Tensor):
+    model = FAMILIES[0].build()
+    with pytest.raises(FarspanError):
+        seam.install(model, Scales(tuple(range(4)), bad))
+    assert not seam.installed(model)
+
+
 OFF_INTERFACE = {
     "bloom": lambda: hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
     "mpt": lambda: hf.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
@@ -241,7 +310,15 @@ def test_models_off_the_interface_are_refused_untouched(name: str):
 def test_sinks_and_soft_caps_are_refused_where_sdpa_would_drop_them(name: str):
     model = next(family for family in FAMILIES if family.name == name).build()
     model.config._attn_implementation_internal = "sdpa"  # as a user who insists would have it
-    with pytest.raises((FarspanError, ValueError), match="eager"):
+    with pytest.raises(FarspanError, match='load it with attn_implementation="eager"'):
+        seam.install(model)
+
+
+def test_sinks_are_refused_even_where_transformers_lets_them_pass(monkeypatch):
+    model = next(family for family in FAMILIES if family.name == "gpt-oss").build()
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(FarspanError, match="attention sinks, which SDPA drops"):
         seam.install(model)
 
 

@@ -42,6 +42,8 @@ def test_every_mixture_has_a_stock_twin(position):
     stock, proof = to_stock(model)
     assert type(stock) is (LlamaForCausalLM if position == "rope" else SmolLM3ForCausalLM)
     assert proof.holds
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(stock.config, token) == getattr(model.config, token)
     assert (stock(tokens(40)).logits - model(tokens(40)).logits).abs().max() < 1e-5
 
 

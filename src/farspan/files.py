@@ -27,6 +27,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FarspanError(f"{path} does not exist; give a folder that holds {path.name}") from None
+    except (OSError, RecursionError) as error:
+        raise CorruptError(f"{path} cannot be read ({type(error).__name__}); fetch or export it again") from None
     except UnicodeDecodeError as error:
         raise CorruptError(f"{path} is not UTF-8 text (byte {error.start}); fetch or export the file again") from None
     except json.JSONDecodeError as error:
@@ -41,11 +43,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_safetensors(path: Path) -> None:
     """Refuse a safetensors file that was cut short or damaged, before anything maps it into memory."""
-    size = path.stat().st_size
+    from safetensors import SafetensorError, safe_open
 
     def corrupt(what: str) -> CorruptError:
         return CorruptError(f"{path} is not a whole safetensors file: {what}; fetch or export it again")
 
+    if not path.is_file():
+        raise corrupt("it is a folder")
+    size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
         if len(head) < 8:
@@ -60,31 +65,38 @@ def check_safetensors(path: Path) -> None:
             raise corrupt("its header cannot be read") from None
     if size != 8 + length + end:
         raise corrupt(f"it should have {8 + length + end} bytes and has {size}")
+    try:
+        with safe_open(path, "numpy"):  # the library's own checks: types, shapes, overlaps
+            pass
+    except SafetensorError as error:
+        raise corrupt(str(error)) from None
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder, every one checked; empty when it holds no weights."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise CorruptError(f"{index} has no weight_map; fetch or export the checkpoint again")
-        files = [_inside(folder, name, index) for name in sorted(set(map(str, names.values())))]
-    elif single.exists():
-        files = [single]
-    else:
-        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise FarspanError(
-                f"{folder} holds its weights as a pickle ({pickles[0]}), and a pickle can run any code, so farspan "
-                "never opens one; convert it to safetensors with save_pretrained on a machine you trust it on"
-            )
-        files = []
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    files = _shards(folder, index) if index.exists() else []
+    if single.exists():  # beside an index too, for transformers would open it first
+        files.append(single)
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles and not files:
+        raise FarspanError(
+            f"{folder} holds its weights as a pickle ({pickles[0]}), and a pickle can run any code, so farspan "
+            "never opens one; convert it to safetensors with save_pretrained on a machine you trust it on"
+        )
+    for file in files:
+        check_safetensors(file)
+    return files
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CorruptError(f"{index} has no weight_map; fetch or export the checkpoint again")
+    files = [_inside(folder, name, index) for name in sorted(set(map(str, names.values())))]
     for file in files:
         if not file.exists():
             raise CorruptError(f"{file} is named by {index.name} but missing; fetch the checkpoint again")
-        check_safetensors(file)
     return files
 
 
@@ -104,12 +116,13 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that appears under its name whole, or not at all.
+    """A folder that appears under its name whole, or not at all, and never in the place of another.
 
-    The block fills a temporary neighbour; only when it ends well is that neighbour given the name. What stood
-    there before is replaced then, and kept if the block fails.
+    The block fills a temporary neighbour; only when it ends well is that neighbour given the name.
     """
     path = Path(path)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FarspanError(f"{path} exists already and is not empty; choose another name, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -118,25 +131,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         for file in staging.rglob("*"):
             if file.is_file():
                 _flush(file)
-        if path.exists():
-            _swap(path, staging)
-        else:
-            os.rename(staging, path)
+        os.rename(staging, path)  # over an empty folder, or into nothing
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-
-
-def _swap(path: Path, staging: Path) -> None:
-    retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    os.rename(path, retired / "old")
-    try:
-        os.rename(staging, path)
-    except BaseException:
-        os.rename(retired / "old", path)
-        raise
-    finally:
-        shutil.rmtree(retired)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -88,18 +89,33 @@ def load_config(
         if not (folder / "config.json").exists():
             raise FarspanError(f"{folder} holds no config.json; give the folder that save_pretrained wrote")
         text = read_json(folder / "config.json")
-        if "auto_map" in text and not trust_remote_code:
+        if text.get("auto_map") and not trust_remote_code:
             raise FarspanError(
-                f"{folder} asks to run Python code that comes with it ({next(iter(text['auto_map'].values()))}); "
+                f"{folder} asks to run Python code that comes with it (auto_map in its config.json); "
                 "if you trust it, say so with --trust-remote-code"
             )
     elif folder.exists():
         raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
     elif not HUB_ID.fullmatch(str(source)):
-        raise FarspanError(f"{source} is neither a folder nor a hub id (owner/name); check the path")
+        raise FarspanError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); check the path")
+    else:
+        _check_hub(str(source))
     with quiet(), _readable(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     return config if position is None else with_position(config, position)
+
+
+def _check_hub(name: str) -> None:
+    """Ask for the model once, with patience of seconds: transformers alone would try for half a minute."""
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=5)
+    except Exception as error:  # whatever the network or the hub has to say
+        raise FarspanError(
+            f"{name} is no folder here, and the hub does not give it ({type(error).__name__}); check the path, the "
+            "name, or the network"
+        ) from None
 
 
 def needed_attention(config: PreTrainedConfig) -> str | None:
@@ -131,8 +147,12 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
 
 def _load_patched(folder: Path, **options) -> Loaded:
     patch = Patch.load(folder)
-    if not patch.name:
-        raise FarspanError(f"{folder} does not say which model it patches; load that model and use Patch.apply")
+    if not patch.name or (Path(patch.name) / "patch.json").exists():
+        raise FarspanError(
+            f"{folder} names {patch.name or 'nothing'!r} as the model it patches; load its base model and use "
+            "Patch.apply"
+        )
+    options["position"] = options["position"] or patch.position
     base, tokenizer = load(patch.name, **options)
     return Loaded(patch.apply(base), tokenizer)
 
@@ -150,6 +170,7 @@ def quiet() -> Iterator[None]:
     """No progress bars and no advice from transformers: what matters is said by farspan."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
@@ -164,6 +185,15 @@ def _readable(source: str | Path) -> Iterator[None]:
     """transformers' own errors about a checkpoint, as one sentence."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FarspanError(f"{source} cannot be loaded by transformers: {first}") from error
+    except FarspanError:
+        raise
+    except Exception as error:  # a checkpoint can be wrong in more ways than transformers has words for
+        raise FarspanError(
+            f"{source} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)}); "
+            "check its config.json and that this transformers knows the family"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")

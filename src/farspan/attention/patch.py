@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farspan.attention import seam
 from farspan.attention.scales import Scales
@@ -35,6 +36,7 @@ class Patch:
     rope: Mapping[str, Any] | None = None  # Hugging Face's form; {"rope_type": "none"} removes rotation
     weights: Mapping[str, Tensor] | None = None  # replacements by name
     name: str = ""  # where the base model was loaded from
+    position: str | None = None  # how it was read there, if not as its config says
 
     def then(self, later: Patch) -> Patch:
         """Both patches as one, this one first: yarn.then(headscale) is what yarn+headscale fits."""
@@ -55,7 +57,7 @@ class Patch:
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
         """Make the model the patched one, live: weights replaced, rotation rebuilt, scales on the seam.
 
-        Everything is checked before anything changes.
+        What the patch holds is checked before anything changes. It is applied on top of what the model has.
         """
         found = fingerprint(model)
         if found != self.model:
@@ -108,7 +110,7 @@ class Patch:
             "method": self.method,
             "target": self.target,
             "train_length": self.train_length,
-            "model": {"name": self.name, "sha256": self.model},
+            "model": {"name": self.name, "sha256": self.model, "position": self.position},
         }
         if self.scales is not None:
             base = self.scales.base.detach()
@@ -134,7 +136,7 @@ class Patch:
         try:
             if text["format"] != FORMAT:
                 raise FarspanError(
-                    f"{folder / 'patch.json'} has format {text['format']} and this farspan reads {FORMAT}; "
+                    f"{folder / 'patch.json'} has format {text['format']!r} and this farspan reads {FORMAT}; "
                     "upgrade farspan, or fit the patch again"
                 )
             scales = text.get("scales")
@@ -148,17 +150,19 @@ class Patch:
                     scales["length"],
                 ).check(text["target"])
             weights = read_tensors(folder / "weights.safetensors") if "weights" in text else None
+            base = text["model"]
             return cls(
-                text["method"],
-                text["model"]["sha256"],
-                text["target"],
-                text["train_length"],
+                str(text["method"]),
+                str(base["sha256"]),
+                int(text["target"]),
+                int(text["train_length"]),
                 scales,
-                text.get("rope"),
+                _checked_rope(text["rope"]) if "rope" in text else None,
                 weights,
-                text["model"]["name"],
+                str(base["name"]),
+                base.get("position"),
             )
-        except (KeyError, TypeError, FileNotFoundError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
             raise CorruptError(
                 f"{folder} is not a whole patch ({type(error).__name__}: {error}); fit or copy it again"
             ) from None
@@ -188,10 +192,18 @@ def _over(scales: Scales, table: Tensor, layers: tuple[int, ...], missing: float
     return spread
 
 
+def _checked_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    known = ("none", "default", *ROPE_INIT_FUNCTIONS)
+    if rope["rope_type"] not in known:
+        raise FarspanError(f"rope_type {rope['rope_type']!r} is unknown; choose one of {', '.join(known)}")
+    return dict(rope)
+
+
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of the weights, each rounded to bf16 first: a checkpoint loaded as fp32 and as bf16 is the same
-    model. Tied weights count once."""
-    digest = hashlib.sha256()
+    """SHA-256 of a model's weights, each rounded to bf16 first: a checkpoint loaded as fp32 and as bf16 is the same
+    model. Tied weights count once. The encodings of a farspan config count too, for one checkpoint can be read as
+    rotated and as not, and these are two models."""
+    digest = hashlib.sha256(repr(getattr(model.config, "position", None)).encode())
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {list(weight.shape)}\n".encode())
         rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
@@ -208,20 +220,27 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
         for name, child in parent.named_children()
         if any(buffer.endswith("inv_freq") for buffer, _ in child.named_buffers(recurse=False))
     ]
+    rope = _checked_rope(rope)
     if not rotaries:
         raise FarspanError(
             f"{type(model).__name__} has no rotary layer, so rope parameters would change nothing; "
             "use a method that scales attention (uniform, headscale)"
         )
+    seam.own_config(model)
     config = model.config.get_text_config()
     if rope["rope_type"] == "none":
-        config.rope_parameters = {"rope_type": "none"}
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "none"}
         for _, _, rotary in rotaries:
             _stop(rotary)
         return
     trial = copy.deepcopy(config)
     trial.rope_parameters = _merged(config.rope_parameters, rope)
-    rebuilt = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
+    try:
+        rebuilt = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FarspanError(
+            f"rope parameters {rope} cannot be built ({type(error).__name__}: {error}); give what that rope_type needs"
+        ) from None
     config.rope_parameters = trial.rope_parameters
     for (parent, name, _), rotary in zip(rotaries, rebuilt, strict=True):
         rotary.config = config

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -42,20 +43,22 @@ def probe(model: PreTrainedModel) -> list[Layer]:
     >>> [layer.position for layer in probe(smollm3)]
     ['rope', 'rope', 'rope', 'none', …]
     """
-    modules = [call.module for call in seam.attention_calls(model)]
+    indices = {call.module: call.layer for call in seam.attention_calls(model)}
+    modules = list(indices)
+    placed = "position_ids" in signature(model.forward).parameters
     ids = torch.arange(TOKENS, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     positions = torch.arange(TOKENS, device=model.device)[None]
     with _tables_used(model) as tables:
-        first, inputs = _run(model, modules, ids, positions, replay=None)
-    second, moved_inputs = _run(model, modules, ids, positions.flip(1), replay=inputs)
+        first, inputs, start = _run(model, modules, ids, positions, replay=None)
+    second, _, moved_start = _run(model, modules, ids, positions.flip(1), replay=inputs)
     absolute = None
-    if _moved(inputs[0], moved_inputs[0]):
+    if _moved(start, moved_start):
         absolute = "learned" if tables - {model.get_input_embeddings()} else "sinusoidal"
     return [
         Layer(
-            index=call.layer,
+            index=indices[call.module],
             module=call.module,
-            position=absolute or _kind(call, other),
+            position=absolute or _kind(call, other, placed),
             window=_window(call),
             heads=call.q.shape[1],
             kv_heads=call.k.shape[1],
@@ -71,38 +74,60 @@ def _run(
     modules: list[nn.Module],
     ids: Tensor,
     positions: Tensor,
-    replay: list[Tensor] | None,
-) -> tuple[list[seam.Call], list[Tensor]]:
-    """The attention calls of one forward pass and the hidden states that went in, or would have."""
-    calls: list[seam.Call] = []
-    inputs: list[Tensor] = []
+    replay: dict[nn.Module, Tensor] | None,
+) -> tuple[list[seam.Call], dict[nn.Module, Tensor], Tensor]:
+    """The first call of each attention module in one forward pass, the hidden states that went in, or would have,
+    and those that went into the first decoder layer."""
+    calls: dict[nn.Module, seam.Call] = {}
+    inputs: dict[nn.Module, Tensor] = {}
+    start: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        inputs.append(args[0] if args else kwargs["hidden_states"])
+        inputs[module] = _hidden(args, kwargs)
         if replay is None:
             return None
-        hidden = replay[len(inputs) - 1]
+        hidden = replay[module]
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
-    with seam.evaluating(model), seam.observing(model, calls.append):
-        hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    def at_start(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        start.append(_hidden(args, kwargs))
+
+    def see(call: seam.Call) -> None:
+        calls.setdefault(call.module, call)
+
+    with seam.evaluating(model), seam.observing(model, see):
+        hooks = [_first_layer(model, modules[0]).register_forward_pre_hook(at_start, with_kwargs=True)]
+        hooks += [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
         try:
             # An all-ones mask: without one, position ids that jump would be read as packed documents.
             model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-    return calls, inputs
+    return [calls[module] for module in modules], inputs, start[0]
 
 
-def _kind(call: seam.Call, other: seam.Call) -> str:
-    if not (torch.isfinite(call.k).all() and torch.isfinite(other.k).all()):
-        return "unknown"
-    if _moved(call.k, other.k):
+def _hidden(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _first_layer(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
+    """The first of the layers that this attention module is in one of: what the embeddings go into."""
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList) and any(attention in layer.modules() for layer in layers):
+            return layers[0]
+    return attention
+
+
+def _kind(call: seam.Call, other: seam.Call, placed: bool) -> str:
+    pairs = ((call.q, other.q), (call.k, other.k))
+    if not all(torch.isfinite(tensor).all() and tensor.any() for pair in pairs for tensor in pair):
+        return "unknown"  # nothing can be seen in what is not finite, or all zero
+    if any(_moved(*pair) for pair in pairs):
         return "rope"
     bias = call.options.get("bias")
     if bias is None:
-        return "none"
+        return "none" if placed else "unknown"  # a model that takes no position ids hides where it gets them
     distance = bias.tensor(call.q.shape[1])[0, :, -1]  # [H, K] as the last query sees it
     steps = distance.diff(dim=-1)
     linear = torch.allclose(steps, steps[:, :1].expand_as(steps)) and bool(steps.abs().max() > 0)

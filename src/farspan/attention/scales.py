@@ -54,6 +54,8 @@ class Scales:
         return replace(self, layers=self.layers[index : index + 1], base=self.base[index : index + 1], slope=slope)
 
     def to(self, device: torch.device) -> Scales:
+        if self.base.device == device:
+            return self
         slope = None if self.slope is None else self.slope.to(device)
         return replace(self, base=self.base.to(device), slope=slope)
 
@@ -85,7 +87,7 @@ class Scales:
                     f"scales {name} has shape {list(table.shape)} for {len(self.layers)} layers; "
                     "it must be [layers, heads]"
                 )
-            if table.dtype != torch.float32:
+            if table.dtype not in (torch.float32, torch.float64):
                 raise FarspanError(f"scales {name} is {table.dtype}; scales are float32, convert them with .float()")
             if not torch.isfinite(table).all():
                 raise FarspanError(f"scales {name} holds NaN or infinity; fit the patch again")

@@ -73,14 +73,14 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
     if scales is not None:
         check_fit(scales, calls)
     if not installed(model):
-        _own_config(model)
+        own_config(model)
         _switch(model, PREFIX + model.config._attn_implementation)
     for call in calls:
         state = call.module.__dict__.setdefault(_KEY, _State(call.layer))
         state.scales = None
         if scales is not None and call.layer in scales.layers:
-            # The row is a view, so a trainable table receives the gradient of every layer.
-            state.scales = scales.row(scales.layers.index(call.layer)).to(call.q.device)
+            # The row is a view: a trainable table receives the gradient of every layer and is seen as it moves.
+            state.scales = scales.row(scales.layers.index(call.layer))
     return model
 
 
@@ -107,7 +107,8 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
             yield
         finally:
             for state in states:
-                state.observers = tuple(seen for seen in state.observers if seen is not observer)
+                last = len(state.observers) - 1 - state.observers[::-1].index(observer)
+                state.observers = state.observers[:last] + state.observers[last + 1 :]
 
 
 @contextmanager
@@ -139,13 +140,16 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _attached(model: PreTrainedModel) -> Iterator[list[_State]]:
+    """The states of a model on the seam; a model that was put there for this block alone leaves it again, unless
+    something else has come to need it."""
     here = installed(model)
     if not here:
         install(model)
+    states = [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
     try:
-        yield [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
+        yield states
     finally:
-        if not here:
+        if not here and not any(state.scales or state.observers or state.backend for state in states):
             uninstall(model)
 
 
@@ -165,14 +169,12 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
             f"no attention call of {type(model).__name__} reached the seam: it has no softmax attention that "
             "transformers can redirect, so there is nothing to scale"
         )
-    calls = [replace(call, layer=_layer_number(call.module, order)) for order, call in enumerate(calls)]
     _refuse_dropped_terms(model, calls)
-    return calls
-
-
-def _layer_number(module: nn.Module, order: int) -> int:
-    number = getattr(module, "layer_idx", None)
-    return number if isinstance(number, int) else order
+    first = list({call.module: call for call in reversed(calls)}.values())[::-1]  # some call twice a layer
+    numbers = [int(getattr(call.module, "layer_idx", None) or 0) for call in first]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):  # not told, or not told apart
+        numbers = list(range(len(first)))
+    return [replace(call, layer=number) for call, number in zip(first, numbers, strict=True)]
 
 
 @contextmanager
@@ -225,10 +227,16 @@ def _switch(model: PreTrainedModel, name: str) -> None:
         # Without a mask function under the same name the mask is silently None: padding, windows and static
         # caches would all go wrong.
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    model.set_attn_implementation(name)
+    try:
+        model.set_attn_implementation(name)
+    except ValueError as error:  # transformers' own word that this model cannot run on that backend
+        raise FarspanError(
+            f"{type(model).__name__} cannot run on attention {name.removeprefix(PREFIX)!r}: sinks or a soft cap would "
+            'be dropped; load it with attn_implementation="eager"'
+        ) from error
 
 
-def _own_config(model: PreTrainedModel) -> None:
+def own_config(model: PreTrainedModel) -> None:
     """Give the model its own copy of its config: the attention name in a config object that two models share
     would reach both."""
     copies: dict[int, Any] = {}
@@ -274,7 +282,8 @@ def _refuse_dropped_terms(model: PreTrainedModel, calls: list[Call]) -> None:
 
 
 def check_fit(scales: Scales, calls: list[Call]) -> None:
-    """Refuse scales whose layers or heads are not those of the model that made these calls."""
+    """Refuse scales that are no scales, or whose layers or heads are not those of the model that made these calls."""
+    scales.check(target_length=2)
     heads = {call.layer: call.q.shape[1] for call in calls}
     unknown = [layer for layer in scales.layers if layer not in heads]
     if unknown:
@@ -318,6 +327,7 @@ def attend_at_seam(module: nn.Module, query, key, value, attention_mask, **kwarg
 
 def scale_queries(q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales) -> Tensor:
     """λ̂(n)·q for one layer's scales, multiplied in float32 and rounded once."""
+    scales = scales.to(q.device)
     if scales.constant:
         scale = scales.base[0][:, None]  # [H, 1]
     else:
@@ -327,9 +337,15 @@ def scale_queries(q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales) -> 
 
 def _own_backend(module: Any) -> Backend:
     name = module.config._attn_implementation.removeprefix(PREFIX)
-    if name == "eager":  # by convention each family's own function, beside its attention class
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[name]
+    if name != "eager":
+        return ALL_ATTENTION_FUNCTIONS[name]
+    for kind in type(module).__mro__:  # by convention each family's own function, beside its attention class
+        if own := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
+            return own
+    raise FarspanError(
+        f"{type(module).__name__} runs on eager attention but has no eager_attention_forward beside it; "
+        'load the model with attn_implementation="sdpa"'
+    )
 
 
 @torch.compiler.disable

@@ -83,6 +83,7 @@ def fold(model: PreTrainedModel, scales: Scales, tokens: Tensor | None = None) -
         )
     if seam.installed(model):
         raise FarspanError("the model is on the seam already; take it off with seam.uninstall before folding")
+    seam.check_fit(scales, seam.attention_calls(model))
     tokens = random_tokens(model) if tokens is None else tokens
     live = _live_logits(model, scales, tokens)
     before: list[tuple[nn.Parameter, Tensor]] = []
@@ -124,17 +125,15 @@ def find_sites(model: PreTrainedModel, scales: Scales) -> dict[int, Site | str]:
     Layers of the same build share one search, and each is tried out with its own scales all the same.
     """
     sites: dict[int, Site | str] = {}
-    known: dict[str, Site] = {}
+    known: dict[tuple[str, bool], Site | str] = {}
     with _capturing(model) as attentions:
         for layer, scale in zip(scales.layers, scales.base.detach(), strict=True):
             attention = attentions[layer]
-            build = repr(attention.module)
-            if build in known and attention.holds(known[build], scale):
-                sites[layer] = known[build]
-                continue
-            sites[layer] = found = attention.search(scale)
-            if isinstance(found, Site):
-                known[build] = found
+            build = (repr(attention.module), bool((scale == scale[0]).all()))
+            site = known.get(build)
+            if site is None or (isinstance(site, Site) and not attention.holds(site, scale)):
+                site = attention.search(scale)
+            known[build] = sites[layer] = site
     return sites
 
 
@@ -262,7 +261,8 @@ def _capturing(model: PreTrainedModel) -> Iterator[dict[int, _Attention]]:
 
     def backend(module, query, key, value, mask, **kwargs):
         made.append((query, key, value))
-        return query.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+        batch, heads, queries, _ = query.shape
+        return query.new_zeros(batch, queries, heads, value.shape[-1]), None
 
     calls = seam.attention_calls(model)
     inputs: dict[nn.Module, tuple[tuple, dict]] = {}
@@ -288,6 +288,7 @@ def _double(value: Any) -> Any:
 
 def random_tokens(model: PreTrainedModel, length: int = 64) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
+    length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
 

@@ -72,6 +72,9 @@ def save_stock(model: FarspanForCausalLM, folder: Path) -> Proof:
 
 def stock_config(config: FarspanConfig) -> LlamaConfig | SmolLM3Config:
     """Our config in stock terms, or the reason why there are none."""
+    if not isinstance(config, FarspanConfig):
+        raise FarspanError(f"a {config.model_type} model is stock already; save it with save_pretrained")
+    config = FarspanConfig.from_dict(config.to_dict())  # where rotation was removed, say so layer by layer
     unknown = sorted(set(config.position) - {"none", "rope"})
     if unknown:
         raise FarspanError(

@@ -57,17 +57,14 @@ class FarspanConfig(PreTrainedConfig):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.base_scale = self.base_scale if self.base_scale is not None else self.head_dim**-0.5
         self._spell_out_positions()
+        if (self.rope_parameters or {}).get("rope_type") == "none":  # rotation was removed from a rotary model
+            self.position = ["none" if kind == "rope" else kind for kind in self.position]
         if "rope" in self.position:
             self.rope_parameters = {
                 "rope_type": "default",
                 "rope_theta": 10_000.0,
                 **(self.rope_parameters or {}),
             }
-            if self.rope_parameters["rope_type"] == "none":
-                raise FarspanError(
-                    'rope_parameters say rope_type "none" but position names rope layers; '
-                    'set position to "none", or give rope_type "default"'
-                )
             if self.rotary_fraction != 1:
                 self.rope_parameters["partial_rotary_factor"] = self.rotary_fraction
                 self.ignore_keys_at_rope_validation = {"partial_rotary_factor"}
@@ -92,7 +89,7 @@ class FarspanConfig(PreTrainedConfig):
 
     def _spell_out_positions(self) -> None:
         """Expand the short form; already expanded values pass unchanged, so a saved config loads as it was."""
-        entries = [self.position] if isinstance(self.position, str) else list(self.position)
+        entries = list(self.position) if isinstance(self.position, list | tuple) else [self.position]
         kinds, windows = zip(*(parse_position(entry) for entry in entries), strict=True) if entries else ((), ())
         layers = self.num_hidden_layers
         if not entries or layers % len(entries):
@@ -148,13 +145,15 @@ class FarspanConfig(PreTrainedConfig):
 
 def parse_position(entry: str) -> tuple[str, int | None]:
     """`rope/128` -> ("rope", 128), `none` -> ("none", None)."""
-    kind, _, window = str(entry).partition("/")
+    if not isinstance(entry, str):
+        raise FarspanError(f"position {entry!r} is no name; write it as none, rope or rope/128")
+    kind, _, window = entry.partition("/")
     known: Sequence[str] = PER_LAYER + MODEL_WIDE
     if kind not in known:
         near = difflib.get_close_matches(kind, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
         raise FarspanError(f"position {entry!r} is unknown; {hint}")
-    if not window and "/" not in str(entry):
+    if not window and "/" not in entry:
         return kind, None
     if not window.isdecimal() or int(window) < 1:
         raise FarspanError(f"position {entry!r} has no valid window; write it as {kind}/128")

@@ -23,6 +23,7 @@ from farspan.model import attend as biased
 from farspan.model.config import FULL, SLIDING, FarspanConfig
 from farspan.model.positions import AlibiBias, PlacedBias, Position, alibi_slopes, build, rotate
 
+eager_attention_forward = biased.attend  # where the seam looks for a family's eager function
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 

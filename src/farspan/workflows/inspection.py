@@ -17,7 +17,7 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites
-from farspan.loading import load, load_config, needed_attention
+from farspan.loading import first_line, load, load_config, needed_attention
 
 BUILDABLE = 300_000_000  # parameters of a model that is built whole when it cannot be built small
 
@@ -84,11 +84,25 @@ def inspect(
 
 
 def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Inspection:
-    with torch.device("meta"):
-        parameters = _count(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
-    model = _small_model(config, parameters, trust_remote_code)
     note = "no weights: probed on a small random model with the same layers"
-    return _inspect_model(model, name, config, parameters, [note])
+    try:
+        with torch.device("meta"):
+            parameters = _count(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        try:
+            small = _small_model(config, trust_remote_code)
+            return _inspect_model(small, name, config, parameters, [note])
+        except Exception:  # a family whose sizes depend on each other in ways of its own
+            if parameters > BUILDABLE:
+                raise
+            whole = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+            return _inspect_model(whole, name, config, parameters, [note])
+    except FarspanError:
+        raise
+    except Exception as error:
+        raise FarspanError(
+            f"no {config.model_type} could be built and run from {name} alone ({type(error).__name__}: "
+            f"{first_line(error)}); give the folder with its weights"
+        ) from error
 
 
 def _inspect_model(
@@ -100,7 +114,8 @@ def _inspect_model(
 ) -> Inspection:
     """`config` and `parameters` are those of the model that is meant, where `model` stands in for it."""
     config = (config or model.config).get_text_config()
-    heads = config.num_attention_heads
+    if not (heads := getattr(config, "num_attention_heads", None)):
+        raise FarspanError(f"a {config.model_type} has no attention heads, so there is nothing to inspect")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     temperature = built_in_temperature(config)
     warnings = list(notes)
@@ -149,7 +164,8 @@ def claimed_position(config: PreTrainedConfig, layer: int) -> str:
     In `no_rope_layers` a 1 means that rotation is on.
     """
     if isinstance(own := getattr(config, "position", None), list):
-        return own[layer]
+        removed = own[layer] == "rope" and config.rope_parameters["rope_type"] == "none"
+        return "none" if removed else own[layer]
     if flags := getattr(config, "no_rope_layers", None):
         return "rope" if flags[layer] else "none"
     if (kind := getattr(config, "position_embedding_type", None)) is not None:
@@ -162,6 +178,8 @@ def claimed_position(config: PreTrainedConfig, layer: int) -> str:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return "unknown"
+    if rope.get("rope_type") == "none":
+        return "none"
     spans = getattr(config, "layer_types", None) or []
     nested = rope.get(spans[layer], rope) if layer < len(spans) else rope
     return "none" if nested is None else "rope"
@@ -247,8 +265,9 @@ def _count(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _small_model(config: PreTrainedConfig, parameters: int, trust_remote_code: bool) -> PreTrainedModel:
-    """A random model with every layer of the config, thin where thinness changes no pattern."""
+def _small_model(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """A random model with every layer of the config, thin where thinness changes no pattern. Heads keep their
+    width: much depends on it."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     heads = text.num_attention_heads
@@ -256,38 +275,38 @@ def _small_model(config: PreTrainedConfig, parameters: int, trust_remote_code: b
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     group = heads // kv_heads
     few = 2 if group < 4 else 1
+    width = few * group * head_dim
     thin = {
         "vocab_size": 64,
         "num_attention_heads": few * group,
         "num_key_value_heads": few,
-        "hidden_size": few * group * head_dim,
+        "hidden_size": width,
         "intermediate_size": 64,
         "intermediate_size_mlp": 64,
         "moe_intermediate_size": 32,
         "shared_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,
         "num_local_experts": 2,
         "num_experts": 2,
         "n_routed_experts": 2,
         "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
         "mamba_n_heads": 2 * few * group,
         "mamba_d_head": head_dim,
         "mamba_num_heads": 2 * few * group,
         "mamba_head_dim": head_dim,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_num_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     for key, value in thin.items():
         if getattr(text, key, None) is not None:
             setattr(text, key, value)
-    options = {"trust_remote_code": trust_remote_code, "attn_implementation": needed_attention(config)}
-    try:
-        return AutoModelForCausalLM.from_config(small, **options).eval()
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        if parameters > BUILDABLE:
-            raise FarspanError(
-                f"no small {config.model_type} with these layers could be built ({error}); "
-                "give the folder with its weights"
-            ) from None
-        return AutoModelForCausalLM.from_config(config, **options).eval()
+    return AutoModelForCausalLM.from_config(
+        small, trust_remote_code=trust_remote_code, attn_implementation=needed_attention(config)
+    ).eval()
