@@ -1,0 +1,246 @@
+"""How widely attention looks: the entropy of every query's attention, exact, without the L×L matrix.
+
+With s_j the scores of one query, m their maximum and x_j = s_j − m ≤ 0, three sums tell all of it:
+
+    l = Σ e^x        t = Σ e^x·x        u = Σ e^x·x²
+    lse = m + ln l   H = ln l − t/l     Var[s] = u/l − (t/l)² = −dH/d ln λ̂
+
+t is the *shifted* moment: nothing as large as |s| is ever subtracted, so H keeps full float32 precision where
+lse − E[s] would lose it. Three implementations give the same numbers: a float64 reference that materialises
+everything, a chunked float32 one for any device, mask and bias, and Triton kernels (`kernels.py`) for plain
+causal attention on CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.attention.seam import Call
+
+log = logging.getLogger(__name__)
+HIDDEN = -1e30  # the score of a key that is not visible: e^x is 0 and e^x·x is 0, never NaN
+
+
+@dataclass(frozen=True, eq=False)
+class Entropy:
+    """What the attention of each query looks like, each [B, H, rows] float32 (float64 from the reference).
+
+    A query that sees no key (padding) has entropy 0 and lse −∞.
+    """
+
+    nats: Tensor
+    lse: Tensor  # log-sum-exp of the scores
+    sink: Tensor | None  # probability of the first key; None where it was not asked for
+    variance: Tensor | None = None  # of the scores under attention; −dH/d ln λ̂
+
+    @property
+    def bits(self) -> Tensor:
+        return self.nats / math.log(2)
+
+    @property
+    def keys(self) -> Tensor:
+        """e^H: how many keys a uniform attention of the same entropy would look at."""
+        return self.nats.exp()
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """One attention call's scores, ready to be computed for any rows: q·k·scaling, capped, biased, masked."""
+
+    q: Tensor  # [B, H, Q, D]
+    k: Tensor  # [B, KV, K, D]
+    scaling: float | Tensor  # a number, or one for each head [H]
+    mask: Tensor | None = None  # boolean or additive [B, 1, Q, K]; None is causal
+    bias: Any = None  # its .tensor(heads, rows) is added to the scores
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H] the score of an extra key that holds no value
+
+    @classmethod
+    def of(cls, call: Call) -> Scores:
+        """The scores of a call seen at the seam."""
+        queries = call.q.shape[2]
+        # Without a mask several queries see no further than themselves; a static cache may hold more.
+        k = call.k[:, :, :queries] if call.mask is None and queries > 1 else call.k
+        options = call.options
+        return cls(
+            call.q, k, call.scaling, call.mask, options.get("bias"), options.get("softcap"), options.get("s_aux")
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Causal, of all keys, with nothing added: what the kernels compute."""
+        return self.mask is self.bias is self.softcap is self.sinks is None
+
+    def rows(self, start: int, stop: int, step: int, dtype: torch.dtype) -> Tensor:
+        """The scores of query rows start:stop:step, [B, H, rows, keys]; hidden keys are HIDDEN.
+
+        Keys that no row of a causal call sees are left out."""
+        q, k = self.q[:, :, start:stop:step], self.k
+        rows = torch.arange(start, stop, step, device=q.device) + (k.shape[2] - self.q.shape[2])
+        if self.mask is None:
+            k = k[:, :, : int(rows[-1]) + 1]
+        scores = self._products(q.to(dtype), k.to(dtype))
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        if self.bias is not None:
+            scores += self.bias.tensor(q.shape[1], slice(start, stop, step))[..., : k.shape[2]].to(dtype)
+        if self.mask is None:
+            hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
+            scores.masked_fill_(hidden, HIDDEN)
+        elif self.mask.dtype == torch.bool:
+            scores.masked_fill_(~self.mask[:, :, start:stop:step], HIDDEN)
+        else:
+            additive = self.mask[:, :, start:stop:step].to(dtype)
+            scores = (scores + additive).masked_fill_(additive < HIDDEN, HIDDEN)
+        if self.sinks is not None:
+            extra = self.sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, extra), dim=-1)
+        return scores
+
+    def _products(self, q: Tensor, k: Tensor) -> Tensor:
+        batch, heads, rows, width = q.shape
+        scale = self.scaling
+        if isinstance(scale, Tensor):
+            q = q * scale.to(q)[:, None, None]
+        grouped = q.reshape(batch, k.shape[1], -1, width)  # the query heads of one key head, as more rows
+        products = grouped @ k.transpose(-1, -2)
+        if not isinstance(scale, Tensor):
+            products *= scale
+        return products.reshape(batch, heads, rows, -1)
+
+
+def entropy(scores: Scores, *, every: int = 1, variance: bool = False) -> Entropy:
+    """The entropy of every `every`-th query, by the fastest implementation that can compute it.
+
+    >>> entropy(Scores(q, k, scaling=0.125)).nats.mean()
+    """
+    if scores.q.is_cuda and scores.plain:
+        from farspan.attention import kernels
+
+        if kernels.supported(scores):
+            return kernels.entropy(scores, every=every, variance=variance)
+    return chunked_entropy(scores, every=every, variance=variance)
+
+
+def reference_entropy(scores: Scores, *, every: int = 1, variance: bool = False) -> Entropy:
+    """The oracle: float64, everything materialised, straight from the definitions."""
+    s = scores.rows(0, scores.q.shape[2], every, torch.float64)
+    hidden = s <= HIDDEN
+    s = s.masked_fill(hidden, -math.inf)
+    log_p = s.log_softmax(-1)
+    p = log_p.exp()
+    empty = hidden.all(-1)
+    finite = s.masked_fill(hidden, 0)
+    nats = -torch.special.xlogy(p, p).sum(-1).masked_fill(empty, 0)
+    mean = (p * finite).sum(-1, keepdim=True)
+    spread = (p * (finite - mean) ** 2).sum(-1).masked_fill(empty, 0)
+    return Entropy(nats, s.logsumexp(-1), p[..., 0].masked_fill(empty, 0), spread if variance else None)
+
+
+def chunked_entropy(scores: Scores, *, every: int = 1, variance: bool = False, budget: int = 1 << 22) -> Entropy:
+    """Some rows at a time, in float32: at most `budget` scores are held at once, so memory grows with the length
+    and not with its square. Out of memory halves the budget and goes on; rows do not depend on each other."""
+    batch, heads, queries, _ = scores.q.shape
+    count = (queries + every - 1) // every
+    out = scores.q.new_empty((4, batch, heads, count), dtype=torch.float32)
+    row = 0
+    with _full_precision():
+        while row < count:
+            fit = max(1, budget // (batch * heads * scores.k.shape[2]))
+            stop = min(row + fit, count)
+            try:
+                part = scores.rows(row * every, min(stop * every, queries), every, torch.float32)
+                out[:, :, :, row:stop] = _moments(part)
+            except torch.OutOfMemoryError:
+                if fit == 1:
+                    raise
+                budget = fit // 2 * batch * heads * scores.k.shape[2]
+                log.warning("out of memory at %d rows of scores at once; going on with %d", fit, fit // 2)
+                continue
+            row = stop
+    nats, lse, sink, spread = out
+    return Entropy(nats, lse, sink, spread if variance else None)
+
+
+def _moments(s: Tensor) -> Tensor:
+    """[4, B, H, rows]: H, lse, the first key's mass and Var[s] of scores [B, H, rows, K]."""
+    m = s.amax(-1, keepdim=True)
+    first = s[..., 0].clone()
+    x = s.sub_(m)
+    p = x.exp()
+    l = p.sum(-1)
+    px = p.mul_(x)
+    mean = px.sum(-1) / l
+    spread = px.mul_(x).sum(-1) / l - mean**2
+    m = m.squeeze(-1)
+    empty = m <= HIDDEN
+    stacked = torch.stack((l.log() - mean, m + l.log(), (first - m).exp() / l, spread))
+    stacked.masked_fill_(empty, 0)
+    stacked[1].masked_fill_(empty, -math.inf)
+    return stacked
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """float32 products in float32: TF32 keeps ten bits of them, and entropy would lose five digits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class EntropyByPosition:
+    """An observer that averages entropy by layer, head and position while a model runs: O(length) memory.
+
+    >>> profile = EntropyByPosition(bins=128)
+    >>> with seam.observing(model, profile):
+    ...     model(ids, use_cache=False)
+    >>> profile.mean[0].shape  # of layer 0
+    torch.Size([heads, 128])
+    """
+
+    def __init__(self, length: int, *, bins: int | None = None, every: int = 1):
+        self.length, self.bins, self.every = length, bins or length, every
+        self._sums: dict[int, Tensor] = {}  # layer -> [2, H, bins]: of nats and of first-key mass
+        self._counts: dict[int, Tensor] = {}  # layer -> [bins]
+
+    def __call__(self, call: Call) -> None:
+        scores = Scores.of(call)
+        found = entropy(scores, every=self.every)
+        heads = found.nats.shape[1]
+        if call.layer not in self._sums:
+            self._sums[call.layer] = found.nats.new_zeros((2, heads, self.bins), dtype=torch.float64)
+            self._counts[call.layer] = found.nats.new_zeros(self.bins, dtype=torch.float64)
+        # The slot of a query is where it stands in the cache; a query that sees nothing is padding.
+        first = call.k.shape[2] - call.q.shape[2] if call.mask is not None else 0
+        positions = torch.arange(0, call.q.shape[2], self.every, device=call.q.device) + first
+        bin_of = positions * self.bins // self.length
+        seen = torch.isfinite(found.lse[:, 0]).double()  # [B, rows]
+        assert found.sink is not None
+        values = torch.stack((found.nats, found.sink)).double() * seen[None, :, None]
+        self._sums[call.layer].index_add_(2, bin_of, values.sum(1))
+        self._counts[call.layer].index_add_(0, bin_of, seen.sum(0))
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self._sums)
+
+    @property
+    def mean(self) -> dict[int, Tensor]:
+        """Mean entropy in nats by layer, [H, bins]; NaN where no query stood."""
+        return {layer: self._sums[layer][0] / self._counts[layer] for layer in self.layers}
+
+    @property
+    def sink(self) -> dict[int, Tensor]:
+        """Mean probability of the first key by layer, [H, bins]."""
+        return {layer: self._sums[layer][1] / self._counts[layer] for layer in self.layers}
