@@ -213,8 +213,8 @@ def test_an_observer_profiles_any_model(family: Family):
     for layer in layers:
         mine = [reference_entropy(Scores.of(call)) for call in seen if call.layer == layer]
         exact = torch.cat([each.nats for each in mine]).mean(0)
-        assert (full.mean[layer] - exact).abs().max() < 2e-5
-        assert (binned.mean[layer] - exact.unflatten(1, (4, 6)).mean(-1)).abs().max() < 2e-5
+        assert (full.entropy[layer] - exact).abs().max() < 2e-5
+        assert (binned.entropy[layer] - exact.unflatten(1, (4, 6)).mean(-1)).abs().max() < 2e-5
         sink = torch.cat([each.sink for each in mine]).mean(0)
         assert (full.sink[layer] - sink).abs().max() < 2e-5
 
@@ -229,8 +229,8 @@ def test_padding_does_not_count():
         model(tokens(), attention_mask=mask, use_cache=False)
     with seam.observing(model, alone):
         model(tokens()[1:], use_cache=False)
-    assert torch.allclose(padded.mean[0][:, :6], alone.mean[0][:, :6], atol=1e-5)
-    assert not torch.allclose(padded.mean[0][:, 6:], alone.mean[0][:, 6:], atol=1e-3)
+    assert torch.allclose(padded.entropy[0][:, :6], alone.entropy[0][:, :6], atol=1e-5)
+    assert not torch.allclose(padded.entropy[0][:, 6:], alone.entropy[0][:, 6:], atol=1e-3)
 
 
 def test_memory_grows_with_length_and_not_with_its_square():

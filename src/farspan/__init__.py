@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farspan.loading import load
+    from farspan.workflows.diagnosing import diagnose
     from farspan.workflows.inspection import inspect
 
 __version__ = "0.1.0"
-__all__ = ["inspect", "load"]
+__all__ = ["diagnose", "inspect", "load"]
 
-_VERBS = {"inspect": "farspan.workflows.inspection", "load": "farspan.loading"}
+_VERBS = {
+    "diagnose": "farspan.workflows.diagnosing",
+    "inspect": "farspan.workflows.inspection",
+    "load": "farspan.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

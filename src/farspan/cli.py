@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from farspan import __version__
 from farspan.errors import FarspanError
 
 if TYPE_CHECKING:
+    from farspan.workflows.diagnosing import Diagnosis
     from farspan.workflows.inspection import Inspection
 
 app = typer.Typer(
@@ -25,9 +27,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False)
+out_console = Console(highlight=False)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a hub id, or a patch folder.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, hub id, .gguf or patch folder.")]
 Position = Annotated[
     str | None,
     typer.Option(help='Read a llama checkpoint with this encoding: "none" if it was trained without rotation.'),
@@ -53,7 +55,7 @@ def _plain(text: str) -> str:
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        out.print(f"farspan {__version__}")
+        out_console.print(f"farspan {__version__}")
 
 
 @app.command()
@@ -69,6 +71,45 @@ def inspect(model: Model, as_json: AsJson = False, position: Position = None, tr
 
 
 @app.command()
+def diagnose(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="One or several models or patches.")],
+    data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
+    lengths: Annotated[str, typer.Option(help="As 512,1024 or 512:4096; the largest is read.")] = "512:4096",
+    scales: Annotated[str, typer.Option(help="Uniform scales to compare, as 0.8:1.4:0.1.")] = "",
+    windows: Annotated[int, typer.Option(min=1, help="How many windows of text to read at most.")] = 8,
+    train_length: Annotated[int | None, typer.Option(min=1, help="Where the config does not tell it.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figures.")] = None,
+    position: Position = None,
+    as_json: AsJson = False,
+):
+    """Why does it fail? Loss and attention entropy by position, and where they leave their trends."""
+    from farspan.lengths import parse_lengths, parse_range
+    from farspan.progress import bars
+    from farspan.workflows.diagnosing import diagnose as look
+
+    asked, sweep = parse_lengths(lengths), parse_range(scales) if scales else []
+    with bars() as progress:
+        found = look(
+            models,
+            data,
+            asked,
+            scales=sweep,
+            windows=windows,
+            train_length=train_length,
+            position=position,
+            out=out,
+            progress=progress,
+        )
+    if as_json:
+        texts = [diagnosis.to_json() for diagnosis in found]
+        typer.echo(json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False))
+        return
+    show_diagnoses(found, asked)
+    if out is not None:
+        out_console.print(f"[dim]record and figures in[/] {out}")
+
+
+@app.command()
 def demo():
     """Build small models of the kinds people run today and look at each."""
     from farspan.workflows.demo import build_models
@@ -76,8 +117,30 @@ def demo():
 
     with tempfile.TemporaryDirectory() as folder:
         for what, path in build_models(Path(folder)):
-            out.rule(f"[bold]{path.name}[/] · {what}", align="left", style="dim")
+            out_console.rule(f"[bold]{path.name}[/] · {what}", align="left", style="dim")
             show_inspection(look(path))
+
+
+def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption="loss in nats", caption_justify="left")
+    table.add_column("model")
+    for length in lengths:
+        table.add_column(f"@{length}", justify="right", no_wrap=True)
+    for column in ("loss\nknee", "entropy\nknee", "heads\ndistracted", "try\nλ̂"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for diagnosis in found:
+        span = max(1, diagnosis.train_length // 4)
+        cells = [f"{diagnosis.curves.loss_at(length, min(span, length)):.3f}" for length in lengths]
+        knees = [f"{knee:,}" if knee else "none" for knee in (diagnosis.loss_knee, diagnosis.entropy_knee)]
+        distracted = f"{len(diagnosis.distracted_heads)} of {diagnosis.heads}"
+        table.add_row(diagnosis.label, *cells, *knees, distracted, f"{diagnosis.suggested_scale:g}")
+    out_console.print(table)
+    out_console.print()
+    for diagnosis in found:
+        name = f"[bold]{_plain(diagnosis.label)}[/]  " if len(found) > 1 else ""
+        out_console.print(f"{name}{_plain(diagnosis.verdict)}")
 
 
 def show_inspection(found: Inspection) -> None:
@@ -112,16 +175,16 @@ def show_inspection(found: Inspection) -> None:
             str(window) if window else "all",
         )
 
-    out.print(facts)
-    out.print()
-    out.print(layers)
-    out.print()
+    out_console.print(facts)
+    out_console.print()
+    out_console.print(layers)
+    out_console.print()
     fold = found.fold
     verdict = f"[green]yes[/], into {fold.site}" if fold.possible else "[yellow]no[/]"
-    out.print(f"[dim]per-head scales fold[/]  {verdict}" + (f" ({_plain(fold.why)})" if fold.why else ""))
+    out_console.print(f"[dim]per-head scales fold[/]  {verdict}" + (f" ({_plain(fold.why)})" if fold.why else ""))
     for warning in found.warnings:
-        out.print(f"[yellow]note[/] {_plain(warning)}")
-    out.print()
+        out_console.print(f"[yellow]note[/] {_plain(warning)}")
+    out_console.print()
 
 
 def _si(count: int) -> str:

@@ -1,4 +1,4 @@
-"""MODEL -> model and tokenizer, for every verb alike: a folder, a hub id, or a patch folder.
+"""MODEL -> model and tokenizer, for every verb alike: a folder, a hub id, a .gguf file, or a patch folder.
 
 What lies on disk is checked before transformers opens it, so that a broken or hostile checkpoint is one
 sentence and not a traceback. Nothing pickled is read, and no code that comes with a checkpoint is run unless
@@ -8,6 +8,8 @@ its caller asked for that by name.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,8 @@ def load(
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
+    if Path(source).suffix == ".gguf":
+        return _load_gguf(Path(source), dtype, device)
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
     if Path(source).is_dir() and not weight_files(Path(source)):
         raise FarspanError(
@@ -143,6 +147,19 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
     values = {key: value for key, value in config.to_dict().items() if key in shared and key != "model_type"}
     rope = config.rope_parameters if position.startswith("rope") else None
     return FarspanConfig(**{**values, "position": position, "rope_parameters": rope})
+
+
+def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.device | None) -> Loaded:
+    """A llama.cpp model, its weights unpacked to floating point."""
+    if not file.is_file():
+        raise FarspanError(f"{file} does not exist; check the path")
+    if importlib.util.find_spec("gguf") is None:
+        raise FarspanError(f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
+    # The unpacking has a progress bar of its own that no setting turns off.
+    with quiet(), _readable(file), contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return Loaded(model.to(device).eval() if device else model.eval(), tokenizer)
 
 
 def _load_patched(folder: Path, **options) -> Loaded:

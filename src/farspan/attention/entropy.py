@@ -13,7 +13,6 @@ causal attention on CUDA.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention.seam import Call
+from farspan.memory import in_pieces
 
-log = logging.getLogger(__name__)
 HIDDEN = -1e30  # the score of a key that is not visible: e^x is 0 and e^x·x is 0, never NaN
 
 
@@ -151,21 +150,13 @@ def chunked_entropy(scores: Scores, *, every: int = 1, variance: bool = False, b
     batch, heads, queries, _ = scores.q.shape
     count = (queries + every - 1) // every
     out = scores.q.new_empty((4, batch, heads, count), dtype=torch.float32)
-    row = 0
+
+    def some_rows(start: int, stop: int) -> None:
+        part = scores.rows(start * every, min(stop * every, queries), every, torch.float32)
+        out[:, :, :, start:stop] = _moments(part)
+
     with _full_precision():
-        while row < count:
-            fit = max(1, budget // (batch * heads * scores.k.shape[2]))
-            stop = min(row + fit, count)
-            try:
-                part = scores.rows(row * every, min(stop * every, queries), every, torch.float32)
-                out[:, :, :, row:stop] = _moments(part)
-            except torch.OutOfMemoryError:
-                if fit == 1:
-                    raise
-                budget = fit // 2 * batch * heads * scores.k.shape[2]
-                log.warning("out of memory at %d rows of scores at once; going on with %d", fit, fit // 2)
-                continue
-            row = stop
+        in_pieces(count, max(1, budget // (batch * heads * scores.k.shape[2])), some_rows)
     nats, lse, sink, spread = out
     return Entropy(nats, lse, sink, spread if variance else None)
 
@@ -202,24 +193,25 @@ def _full_precision() -> Iterator[None]:
 class EntropyByPosition:
     """An observer that averages entropy by layer, head and position while a model runs: O(length) memory.
 
-    >>> profile = EntropyByPosition(bins=128)
+    Positions are grouped into `bins` of equal width; `every` looks at every so-many-th query only.
+
+    >>> profile = EntropyByPosition(length=4096, bins=128)
     >>> with seam.observing(model, profile):
     ...     model(ids, use_cache=False)
-    >>> profile.mean[0].shape  # of layer 0
+    >>> profile.entropy[0].shape  # of layer 0
     torch.Size([heads, 128])
     """
 
     def __init__(self, length: int, *, bins: int | None = None, every: int = 1):
         self.length, self.bins, self.every = length, bins or length, every
-        self._sums: dict[int, Tensor] = {}  # layer -> [2, H, bins]: of nats and of first-key mass
+        self._sums: dict[int, Tensor] = {}  # layer -> [3, H, bins]: entropy, first-key mass, variance of the scores
         self._counts: dict[int, Tensor] = {}  # layer -> [bins]
 
     def __call__(self, call: Call) -> None:
-        scores = Scores.of(call)
-        found = entropy(scores, every=self.every)
-        heads = found.nats.shape[1]
+        found = entropy(Scores.of(call), every=self.every, variance=True)
         if call.layer not in self._sums:
-            self._sums[call.layer] = found.nats.new_zeros((2, heads, self.bins), dtype=torch.float64)
+            heads = found.nats.shape[1]
+            self._sums[call.layer] = found.nats.new_zeros((3, heads, self.bins), dtype=torch.float64)
             self._counts[call.layer] = found.nats.new_zeros(self.bins, dtype=torch.float64)
         # The slot of a query is where it stands in the cache; a query that sees nothing is padding.
         first = call.k.shape[2] - call.q.shape[2] if call.mask is not None else 0
@@ -227,7 +219,8 @@ class EntropyByPosition:
         bin_of = positions * self.bins // self.length
         seen = torch.isfinite(found.lse[:, 0]).double()  # [B, rows]
         assert found.sink is not None
-        values = torch.stack((found.nats, found.sink)).double() * seen[None, :, None]
+        assert found.variance is not None
+        values = torch.stack((found.nats, found.sink, found.variance)).double() * seen[None, :, None]
         self._sums[call.layer].index_add_(2, bin_of, values.sum(1))
         self._counts[call.layer].index_add_(0, bin_of, seen.sum(0))
 
@@ -235,12 +228,20 @@ class EntropyByPosition:
     def layers(self) -> list[int]:
         return sorted(self._sums)
 
+    def _mean(self, which: int) -> dict[int, Tensor]:
+        return {layer: (self._sums[layer][which] / self._counts[layer]).cpu() for layer in self.layers}
+
     @property
-    def mean(self) -> dict[int, Tensor]:
+    def entropy(self) -> dict[int, Tensor]:
         """Mean entropy in nats by layer, [H, bins]; NaN where no query stood."""
-        return {layer: self._sums[layer][0] / self._counts[layer] for layer in self.layers}
+        return self._mean(0)
 
     @property
     def sink(self) -> dict[int, Tensor]:
         """Mean probability of the first key by layer, [H, bins]."""
-        return {layer: self._sums[layer][1] / self._counts[layer] for layer in self.layers}
+        return self._mean(1)
+
+    @property
+    def variance(self) -> dict[int, Tensor]:
+        """Mean variance of the scores under attention by layer, [H, bins]: how fast entropy falls with ln λ̂."""
+        return self._mean(2)

@@ -1,0 +1,1 @@
+"""Text, from wherever it lies, as whole documents."""

@@ -1,0 +1,150 @@
+"""Documents from files, folders, data sets, or from Python itself. None is ever cut or joined without saying so.
+
+`python-docs` is CPython's own language reference, which every Python carries: its topics, sorted and joined, are one
+declared document, of which the first 80% are for searching and the last 20% for scoring.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from farspan.errors import CorruptError, FarspanError
+
+PYTHON_DOCS = "python-docs"
+PARTS = {"": (0.0, 1.0), "search": (0.0, 0.8), "score": (0.8, 1.0)}
+TEXT = (".txt", ".md", ".rst", ".py")
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+TABLES = (".parquet",)
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str
+    text: str
+
+
+def read_documents(source: str | Path) -> Iterator[Document]:
+    """The documents of a text file, JSON Lines (plain, .gz, .xz, .zst), Parquet, a folder of these, a hub data set, or
+    `python-docs` (also `python-docs/search` and `python-docs/score`), in a fixed order.
+
+    >>> next(read_documents("python-docs")).name
+    'python-docs'
+    """
+    path = Path(source)
+    if str(source).partition("/")[0] == PYTHON_DOCS and not path.exists():
+        return iter([_python_docs(str(source).partition("/")[2])])
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    return _hub(str(source))
+
+
+def _python_docs(part: str) -> Document:
+    from pydoc_data.topics import topics
+
+    if part not in PARTS:
+        raise FarspanError(f"{PYTHON_DOCS} has no part {part!r}; choose {PYTHON_DOCS}, /search or /score")
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    start, stop = (int(share * len(text)) for share in PARTS[part])
+    return Document(f"{PYTHON_DOCS}/{part}".rstrip("/"), text[start:stop])
+
+
+def _folder(folder: Path) -> Iterator[Document]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(TEXT + LINES + TABLES))
+    if not files:
+        raise FarspanError(f"{folder} holds no text; farspan reads {', '.join(TEXT + LINES + TABLES)}")
+    for file in files:
+        yield from _file(file)
+
+
+def _file(path: Path) -> Iterator[Document]:
+    if path.name.endswith(LINES):
+        return _lines(path)
+    if path.name.endswith(TABLES):
+        return _table(path)
+    return iter([Document(path.name, _decoded(path, path.read_bytes()))])
+
+
+def _decoded(path: Path, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptError(
+            f"{path} is not UTF-8 text (byte {error.start} is {raw[error.start]:#04x}); convert it to UTF-8"
+        ) from None
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _record(path, number, line)
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise CorruptError(f"{path} is damaged ({error}); fetch it again") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    if path.suffix == ".zst":
+        zstandard = _extra("zstandard", path)
+        return zstandard.open(path, "rb")
+    return path.open("rb")
+
+
+def _record(path: Path, number: int, line: bytes) -> Document:
+    try:
+        record = json.loads(line)
+        text, name = record["text"], record.get("id", f"line {number}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(
+            f'{path}, line {number} is no JSON object with a "text" ({type(error).__name__}); mend or remove that line'
+        ) from None
+    return Document(f"{path.name}:{name}", str(text))
+
+
+def _table(path: Path) -> Iterator[Document]:
+    parquet = _extra("pyarrow.parquet", path)
+    file = parquet.ParquetFile(path)
+    if "text" not in file.schema_arrow.names:
+        raise FarspanError(f'{path} has no column "text" (it has {file.schema_arrow.names}); rename the right one')
+    number = 0
+    for batch in file.iter_batches(columns=["text"]):
+        for text in batch.column(0).to_pylist():
+            number += 1
+            yield Document(f"{path.name}:row {number}", text)
+
+
+def _hub(name: str) -> Iterator[Document]:
+    if "/" not in name or name.count("/") > 1 or name.startswith((".", "/")):
+        raise FarspanError(f"{name!r} is no file, folder or data set; check the path, or use {PYTHON_DOCS}")
+    datasets = _extra("datasets", name)
+    try:
+        rows = datasets.load_dataset(name, split="test", streaming=True)
+    except Exception as error:  # whatever the network or the hub has to say
+        raise FarspanError(
+            f"{name} is no file here, and no data set could be loaded from the hub ({type(error).__name__}); "
+            "check the path, the name, or the network"
+        ) from None
+    return (Document(f"{name}:{number}", row["text"]) for number, row in enumerate(rows))
+
+
+def _extra(module: str, source: str | Path) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise FarspanError(
+            f"reading {source} needs {module.partition('.')[0]}; install it with pip install 'farspan[data]'"
+        ) from None

