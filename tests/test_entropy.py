@@ -112,8 +112,8 @@ def test_the_kernels_own_source_is_exact_without_a_gpu(call: dict):
         for tiles in (kernels.Tiles(16, 16, 4, 2), kernels.Tiles(16, 32, 4, 2)):
             found = kernels.entropy(scores, every=call["every"], variance=True, tiles=tiles)
             check(found, exact, bound(scores))
-        output, fused = kernels.attention(scores, v, tiles=kernels.Tiles(32, 16, 4, 2))
-    check(fused, reference_entropy(scores), bound(scores))
+        output, fused = kernels.attention(scores, v, variance=True, tiles=kernels.Tiles(32, 16, 4, 2))
+    check(fused, reference_entropy(scores, variance=True), bound(scores))
     p = reference_rows(scores)
     wanted = p @ v.double().repeat_interleave(p.shape[1] // v.shape[1], 1)
     assert (output.double() - wanted).abs().max() < (2e-2 if call["dtype"] == torch.bfloat16 else 1e-4)
@@ -217,6 +217,36 @@ def test_an_observer_profiles_any_model(family: Family):
         assert (binned.entropy[layer] - exact.unflatten(1, (4, 6)).mean(-1)).abs().max() < 2e-5
         sink = torch.cat([each.sink for each in mine]).mean(0)
         assert (full.sink[layer] - sink).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("name", ["farspan-none", "farspan-alibi", "llama", "mistral", "gpt-oss", "kimi-linear"])
+@torch.no_grad()
+def test_a_fused_backend_computes_the_same_and_profiles_on_the_way(name: str, with_kernels: bool, monkeypatch):
+    model = next(family for family in FAMILIES if family.name == name).build()
+    expected = model(tokens(), use_cache=False).logits
+    watched, fused = EntropyByPosition(24), EntropyByPosition(24)
+    with seam.observing(model, watched):
+        model(tokens(), use_cache=False)
+    used = []
+    with tritonlike.installed() as kernels, seam.using(model, fused.fused(model)):
+        if with_kernels:  # as on a device, where plain causal calls go to the kernels
+
+            def kernels_for(scores: Scores, v: torch.Tensor | None = None):
+                fits = v is not None and scores.plain and v.shape[-1] == scores.q.shape[-1]
+                used.append(fits)
+                return kernels if fits else None
+
+            monkeypatch.setattr(entropies, "_kernels_for", kernels_for)
+            monkeypatch.setattr(kernels, "SMALL", kernels.Tiles(16, 16, 4, 2))
+        logits = model(tokens(), use_cache=False).logits
+    assert (logits - expected).abs().max() < 1e-5
+    assert fused.layers == watched.layers
+    for layer in fused.layers:
+        assert (fused.entropy[layer] - watched.entropy[layer]).abs().max() < 2e-5
+        assert (fused.variance[layer] - watched.variance[layer]).abs().max() < 1e-3
+    if with_kernels and name in ("farspan-none", "llama"):
+        assert all(used)
 
 
 @torch.no_grad()

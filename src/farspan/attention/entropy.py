@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from farspan.attention.seam import Call
+from farspan.attention.seam import Backend, Call, as_call, attention_calls, own_backend
 from farspan.memory import in_pieces
 
 HIDDEN = -1e30  # the score of a key that is not visible: e^x is 0 and e^x·x is 0, never NaN
@@ -121,12 +122,19 @@ def entropy(scores: Scores, *, every: int = 1, variance: bool = False) -> Entrop
 
     >>> entropy(Scores(q, k, scaling=0.125)).nats.mean()
     """
-    if scores.q.is_cuda and scores.plain:
-        from farspan.attention import kernels
-
-        if kernels.supported(scores):
-            return kernels.entropy(scores, every=every, variance=variance)
+    kernels = _kernels_for(scores)
+    if kernels is not None:
+        return kernels.entropy(scores, every=every, variance=variance)
     return chunked_entropy(scores, every=every, variance=variance)
+
+
+def _kernels_for(scores: Scores, v: Tensor | None = None) -> Any:
+    """The Triton kernels, if they can compute this call here."""
+    if not (scores.q.is_cuda and scores.plain):
+        return None
+    from farspan.attention import kernels
+
+    return kernels if kernels.supported(scores, v) else None
 
 
 def reference_entropy(scores: Scores, *, every: int = 1, variance: bool = False) -> Entropy:
@@ -208,21 +216,42 @@ class EntropyByPosition:
         self._counts: dict[int, Tensor] = {}  # layer -> [bins]
 
     def __call__(self, call: Call) -> None:
-        found = entropy(Scores.of(call), every=self.every, variance=True)
-        if call.layer not in self._sums:
-            heads = found.nats.shape[1]
-            self._sums[call.layer] = found.nats.new_zeros((3, heads, self.bins), dtype=torch.float64)
-            self._counts[call.layer] = found.nats.new_zeros(self.bins, dtype=torch.float64)
-        # The slot of a query is where it stands in the cache; a query that sees nothing is padding.
+        """Look at a call and leave its computation to the model's own backend."""
+        scores = Scores.of(call)
+        # The slot of a query is where it stands in the cache.
         first = call.k.shape[2] - call.q.shape[2] if call.mask is not None else 0
-        positions = torch.arange(0, call.q.shape[2], self.every, device=call.q.device) + first
+        self._add(call.layer, first, self.every, entropy(scores, every=self.every, variance=True))
+
+    def fused(self, model: PreTrainedModel) -> Backend:
+        """The same as a backend for `seam.using`: where the kernels can, output and entropy come from one pass, of all
+        queries; where they cannot, the model's own backend computes and this looks on."""
+        layers = {call.module: call.layer for call in attention_calls(model)}
+
+        def attend(module, query, key, value, attention_mask, **options):
+            call = as_call(layers[module], module, query, key, value, attention_mask, options)
+            scores = Scores.of(call)
+            kernels = _kernels_for(scores, call.v)
+            if kernels is None:
+                self(call)
+                return own_backend(module)(module, query, key, value, attention_mask, **options)
+            output, found = kernels.attention(scores, call.v[:, :, : scores.k.shape[2]], variance=True)
+            self._add(call.layer, 0, 1, found)
+            return output.transpose(1, 2).contiguous(), None
+
+        return attend
+
+    def _add(self, layer: int, first: int, every: int, found: Entropy) -> None:
+        nats = found.nats
+        if layer not in self._sums:
+            self._sums[layer] = nats.new_zeros((3, nats.shape[1], self.bins), dtype=torch.float64)
+            self._counts[layer] = nats.new_zeros(self.bins, dtype=torch.float64)
+        positions = torch.arange(nats.shape[2], device=nats.device) * every + first
         bin_of = positions * self.bins // self.length
-        seen = torch.isfinite(found.lse[:, 0]).double()  # [B, rows]
-        assert found.sink is not None
-        assert found.variance is not None
-        values = torch.stack((found.nats, found.sink, found.variance)).double() * seen[None, :, None]
-        self._sums[call.layer].index_add_(2, bin_of, values.sum(1))
-        self._counts[call.layer].index_add_(0, bin_of, seen.sum(0))
+        seen = torch.isfinite(found.lse[:, 0]).double()  # [B, rows]; a query that sees nothing is padding
+        for which, values in enumerate((nats, found.sink, found.variance)):
+            assert values is not None
+            self._sums[layer][which].index_add_(1, bin_of, (values.double() * seen[:, None]).sum(0))
+        self._counts[layer].index_add_(0, bin_of, seen.sum(0))
 
     @property
     def layers(self) -> list[int]:

@@ -40,16 +40,17 @@ ATTENTION_TILES = {64: Tiles(64, 128, 4, 3), 128: Tiles(128, 128, 8, 3)}
 SMALL = Tiles(64, 32, 4, 2)  # any other width, and float32, whose tiles are twice as large
 
 
-def supported(scores: Scores) -> bool:
-    """Can the kernels compute this? Widths are powers of two; queries and keys lie row by row."""
+def supported(scores: Scores, v: Tensor | None = None) -> bool:
+    """Can the kernels compute this? Widths are powers of two; everything lies row by row, on borders of 16 bytes."""
     q, k = scores.q, scores.k
+    streamed = [k] if v is None else [k, v]
     return (
         scores.plain
         and q.shape[-1] in WIDTHS
         and q.dtype in DTYPES
-        and q.stride(-1) == k.stride(-1) == 1
-        and all(stride * k.element_size() % 16 == 0 for stride in k.stride()[:-1])
-        and k.data_ptr() % 16 == 0
+        and q.stride(-1) == 1
+        and all(x.stride(-1) == 1 and x.shape[-1] == q.shape[-1] and x.data_ptr() % 16 == 0 for x in streamed)
+        and all(stride * x.element_size() % 16 == 0 for x in streamed for stride in x.stride()[:-1])
     )
 
 
@@ -93,13 +94,16 @@ def entropy(
     return Entropy(nats, lse, first if sink else None, spread if variance else None)
 
 
-def attention(scores: Scores, v: Tensor, *, tiles: Tiles | None = None) -> tuple[Tensor, Entropy]:
+def attention(
+    scores: Scores, v: Tensor, *, variance: bool = False, tiles: Tiles | None = None
+) -> tuple[Tensor, Entropy]:
     """Attention output [B, H, Q, D] and the entropy of every query, in one pass."""
     q, k = scores.q, scores.k
     batch, heads, queries, width = q.shape
     output = torch.empty_like(q)
     nats = q.new_empty((batch, heads, queries), dtype=torch.float32)
     lse, first = torch.empty_like(nats), torch.empty_like(nats)
+    spread = torch.empty_like(nats) if variance else nats
     tiles = tiles or _tiles(ATTENTION_TILES, q)
     _attention_kernel[(triton.cdiv(queries, tiles.rows), batch * heads)](
         q,
@@ -110,6 +114,7 @@ def attention(scores: Scores, v: Tensor, *, tiles: Tiles | None = None) -> tuple
         nats,
         lse,
         first,
+        spread,
         *q.stride()[:3],
         *output.stride()[:3],
         heads,
@@ -121,11 +126,12 @@ def attention(scores: Scores, v: Tensor, *, tiles: Tiles | None = None) -> tuple
         ROWS=tiles.rows,
         KEYS=tiles.keys,
         LANES=2 * LANES,
+        VARIANCE=variance,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return output, Entropy(nats, lse, first)
+    return output, Entropy(nats, lse, first, spread if variance else None)
 
 
 def _tiles(table: dict[int, Tiles], q: Tensor) -> Tiles:
@@ -274,6 +280,7 @@ def _attention_kernel(
     nats_ptr,
     lse_ptr,
     sink_ptr,
+    var_ptr,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -289,6 +296,7 @@ def _attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
+    VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -307,6 +315,7 @@ def _attention_kernel(
     m = tl.full([ROWS], HIDDEN, tl.float32)
     l = tl.zeros([ROWS, LANES], tl.float32)
     t = tl.zeros([ROWS, LANES], tl.float32)
+    u = tl.zeros([ROWS, LANES], tl.float32)
     o = tl.zeros([ROWS, D], tl.float32)
     seen_by_all = (block * ROWS + offset + 1) // KEYS * KEYS
     seen_by_any = tl.minimum(block * ROWS + ROWS + offset, keys)
@@ -314,22 +323,25 @@ def _attention_kernel(
         k = k_blocks.load([batch, key_head, start, 0]).reshape(KEYS, D)
         v = v_blocks.load([batch, key_head, start, 0]).reshape(KEYS, D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        m, l, t, o = _attend_tile(s, v, m, l, t, o, scale, ROWS, KEYS, LANES, PRECISION)
+        m, l, t, u, o = _attend_tile(s, v, m, l, t, u, o, scale, ROWS, KEYS, LANES, VARIANCE, PRECISION)
     for start in tl.range(seen_by_all, seen_by_any, KEYS):
         k = k_blocks.load([batch, key_head, start, 0]).reshape(KEYS, D)
         v = v_blocks.load([batch, key_head, start, 0]).reshape(KEYS, D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         s = tl.where(start + tl.arange(0, KEYS)[None, :] <= last[:, None], s, HIDDEN)
-        m, l, t, o = _attend_tile(s, v, m, l, t, o, scale, ROWS, KEYS, LANES, PRECISION)
+        m, l, t, u, o = _attend_tile(s, v, m, l, t, u, o, scale, ROWS, KEYS, LANES, VARIANCE, PRECISION)
 
     total = tl.sum(l, 1)
     at = pair.to(tl.int64) * rows + row
-    tl.store(nats_ptr + at, (tl.log2(total) - tl.sum(t, 1) / total) * 0.6931471805599453, mask=inside)
+    mean = tl.sum(t, 1) / total
+    tl.store(nats_ptr + at, (tl.log2(total) - mean) * 0.6931471805599453, mask=inside)
     tl.store(lse_ptr + at, (m + tl.log2(total)) * 0.6931471805599453, mask=inside)
     k = k_blocks.load([batch, key_head, 0, 0]).reshape(KEYS, D)
     s = tl.dot(q, k.T, input_precision=PRECISION)
     first = tl.sum(tl.where(tl.arange(0, KEYS)[None, :] == 0, s, 0.0), 1)
     tl.store(sink_ptr + at, tl.exp2(first * scale - m) / total, mask=inside)
+    if VARIANCE:
+        tl.store(var_ptr + at, (tl.sum(u, 1) / total - mean * mean) * 0.4804530139182014, mask=inside)
     o_rows = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     o_rows += row.to(tl.int64)[:, None] * stride_om
     o = o / total[:, None]
@@ -338,14 +350,29 @@ def _attention_kernel(
 
 @triton.jit
 def _attend_tile(
-    s, v, m, l, t, o, scale, ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, PRECISION: tl.constexpr
+    s,
+    v,
+    m,
+    l,
+    t,
+    u,
+    o,
+    scale,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+    VARIANCE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     top = tl.maximum(m, tl.max(tl.max(s.reshape(ROWS, KEYS // LANES, LANES), 1), 1) * scale)
     x = s * scale - top[:, None]
     p = _exp2(x)
     shift = (m - top)[:, None]
     a = _exp2(shift)
-    t = a * (t + shift * l) + tl.sum((p * x).reshape(ROWS, KEYS // LANES, LANES), 1)
+    px = p * x
+    if VARIANCE:
+        u = a * (u + shift * (2.0 * t + shift * l)) + tl.sum((px * x).reshape(ROWS, KEYS // LANES, LANES), 1)
+    t = a * (t + shift * l) + tl.sum(px.reshape(ROWS, KEYS // LANES, LANES), 1)
     l = a * l + tl.sum(p.reshape(ROWS, KEYS // LANES, LANES), 1)
     o = tl.dot(p.to(v.dtype), v, o * a, input_precision=PRECISION)
-    return top, l, t, o
+    return top, l, t, u, o

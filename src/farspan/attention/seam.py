@@ -315,7 +315,7 @@ def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 def attend_at_seam(module: nn.Module, query, key, value, attention_mask, **kwargs):
     """The registered function: scale the queries, show the call, let the model's own backend compute."""
     state = module.__dict__.get(_KEY)
-    backend = _own_backend(module)
+    backend = own_backend(module)
     if state is None:
         return backend(module, query, key, value, attention_mask, **kwargs)
     if state.scales is not None:
@@ -335,7 +335,8 @@ def scale_queries(q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales) -> 
     return (q * scale[..., None]).to(q.dtype)
 
 
-def _own_backend(module: Any) -> Backend:
+def own_backend(module: Any) -> Backend:
+    """The function that the model would call without the seam."""
     name = module.config._attn_implementation.removeprefix(PREFIX)
     if name != "eager":
         return ALL_ATTENTION_FUNCTIONS[name]
@@ -353,18 +354,15 @@ def _show(state: _State, module, query, key, value, mask, kwargs) -> None:
     # Inside a backward pass this is gradient checkpointing computing the call again: it was seen already.
     if torch._C._current_graph_task_id() != -1:
         return
-    options = dict(kwargs)
-    scaling = options.pop("scaling", None)
-    call = Call(
-        state.layer,
-        module,
-        query.detach(),
-        key.detach(),
-        value.detach(),
-        mask,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        options,
-    )
+    call = as_call(state.layer, module, query, key, value, mask, kwargs)
     with torch.no_grad():
         for observer in state.observers:
             observer(call)
+
+
+def as_call(layer: int, module, query: Tensor, key: Tensor, value: Tensor, mask, kwargs: dict[str, Any]) -> Call:
+    """The arguments of an attention function as one value."""
+    options = dict(kwargs)
+    scaling = options.pop("scaling", None)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return Call(layer, module, query.detach(), key.detach(), value.detach(), mask, scaling, options)

@@ -63,7 +63,7 @@ def measure(
     for window in ids:
         window = window[None].to(model.device)
         if entropy:
-            with seam.observing(model, profile):
+            with seam.using(model, profile.fused(model)):
                 losses = token_losses(model, window)
         else:
             losses = token_losses(model, window)
