@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 INK, FAINT = "#222222", "#b8b8b8"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by every eye
@@ -68,14 +68,13 @@ def loss_and_entropy(found: Sequence[Any]) -> Figure:
         )
         for axes in (above, below):
             _mark_training(axes, {diagnosis.train_length for diagnosis in found})
-            _positions(axes, longest.positions)
+            _positions(axes, longest.length)
         above.set_ylabel("loss (nats a token)")
         below.set_ylabel("entropy (nats, mean of heads)")
         below.set_xlabel("position (tokens); a ring marks where a curve leaves its trend")
-        if len(found) > 1 or found[0].label:
-            above.legend(loc="upper left", fontsize=9, ncols=2 if len(found) > 5 else 1)
+        figure.legend(*above.get_legend_handles_labels(), loc="outside upper left", fontsize=9, ncols=4)
         lines, labels = below.get_legend_handles_labels()
-        below.legend(lines[-1:], labels[-1:], loc="upper left", fontsize=9)
+        below.legend(lines[-1:], labels[-1:], loc="lower right", fontsize=9)
     return figure
 
 
@@ -93,7 +92,7 @@ def entropy_of_heads(found: Sequence[Any]) -> Figure:
             axes.set_title(diagnosis.label, loc="left")
             axes.set_ylabel("entropy (nats)")
             _mark_training(axes, {diagnosis.train_length})
-            _positions(axes, curves.positions)
+            _positions(axes, curves.length)
         panels[-1].set_xlabel("position (tokens)")
         last = max(len(diagnosis.curves.heads) for diagnosis in found) - 1
         shades = mpl.cm.ScalarMappable(mpl.colors.Normalize(0, last), "viridis")
@@ -117,7 +116,7 @@ def heads_by_layer(diagnosis: Any) -> Figure:
                 axes.plot(curves.positions, values, color=COLOURS[1] if hot else COLOURS[0], lw=0.8, alpha=0.9)
             axes.set_title(f"layer {layer}", loc="left", fontsize=9)
             _mark_training(axes, {diagnosis.train_length}, label=False)
-            _positions(axes, curves.positions)
+            _positions(axes, curves.length)
         for axes in panels[len(curves.heads) :]:
             axes.set_axis_off()
         figure.supxlabel("position (tokens)", fontsize=10)
@@ -172,10 +171,9 @@ def _mark_training(axes: Any, lengths: set[int], label: bool = True) -> None:
             )
 
 
-def _positions(axes: Any, positions: np.ndarray) -> None:
-    """Positions double from tick to tick."""
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(max(1.0, positions[0]), positions[-1])
-    axes.xaxis.set_major_locator(LogLocator(base=2))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{int(x / 1024)}K" if x >= 1024 else f"{int(x)}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+def _positions(axes: Any, length: int) -> None:
+    """Positions from 0, with at most eight ticks at multiples of a power of two."""
+    step = 2 ** int(np.ceil(np.log2(length / 8)))
+    axes.set_xlim(0, length)
+    axes.xaxis.set_major_locator(MultipleLocator(step))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}"))
