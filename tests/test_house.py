@@ -95,3 +95,35 @@ def test_importing_farspan_imports_nothing_heavy():
 
 def test_the_changelog_knows_this_version():
     assert f"## {farspan.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_names_commands_that_exist():
+    from farspan.cli import app
+
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text()
+        shell = "".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
+        assert set(re.findall(r"^(?:\$ )?farspan ([a-z]+)", shell, re.MULTILINE)) <= commands, page
+        assert set(re.findall(r"^make ([a-z]+)", shell, re.MULTILINE)) <= targets, page
+        for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_readme_python_runs(tmp_path, monkeypatch):
+    """Every Python block of the README, in order, on small models that stand where its paths point."""
+    from farspan.model import FarspanConfig, FarspanForCausalLM
+
+    config = FarspanConfig(vocab_size=64, hidden_size=32 * 8, num_hidden_layers=22, num_attention_heads=32)
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "path" / "to" / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        if "fold(model, scales)" in block:
+            names["scales"] = names["Scales"].uniform(1.2, layers=range(22), heads=32)
+        exec(block, names)
+    assert names["proof"].holds
+    assert names["model"].config.sliding_window == 128
