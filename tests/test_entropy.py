@@ -260,7 +260,26 @@ def test_padding_does_not_count():
     with seam.observing(model, alone):
         model(tokens()[1:], use_cache=False)
     assert torch.allclose(padded.entropy[0][:, :6], alone.entropy[0][:, :6], atol=1e-5)
-    assert not torch.allclose(padded.entropy[0][:, 6:], alone.entropy[0][:, 6:], atol=1e-3)
+    other = EntropyByPosition(18)
+    with seam.observing(model, other):
+        model(tokens()[:1, 6:], use_cache=False)
+    both = (alone.entropy[0][:, 6:] + other.entropy[0]) / 2  # without positions, padding changes nothing
+    assert torch.allclose(padded.entropy[0][:, 6:], both, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@torch.no_grad()
+def test_generated_tokens_are_profiled_where_they_stand(cache: str | None):
+    model = FAMILIES[0].build()
+    generated, whole = EntropyByPosition(32), EntropyByPosition(32)
+    options = {"cache_implementation": cache} if cache else {}
+    with seam.observing(model, generated):
+        ids = model.generate(tokens(20), max_new_tokens=6, do_sample=False, **options)
+    with seam.observing(model, whole):
+        model(ids[:, :-1], use_cache=False)  # the last token is made and never read
+    for layer in whole.layers:
+        assert torch.allclose(generated.entropy[layer], whole.entropy[layer], atol=1e-5, equal_nan=True)
+        assert torch.isfinite(whole.entropy[layer]).sum(1).tolist() == [25] * 4
 
 
 def test_memory_grows_with_length_and_not_with_its_square():

@@ -45,6 +45,9 @@ def main() -> None:
     except FarspanError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {_plain(str(error))}")
         sys.exit(error.exit_code)
+    except OSError as error:  # a file or folder that the system does not let us have
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {_plain(str(error))}")
+        sys.exit(FarspanError.exit_code)
 
 
 def _plain(text: str) -> str:
@@ -79,7 +82,9 @@ def diagnose(
     windows: Annotated[int, typer.Option(min=1, help="How many windows of text to read at most.")] = 8,
     train_length: Annotated[int | None, typer.Option(min=1, help="Where the config does not tell it.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figures.")] = None,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
     position: Position = None,
+    trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ):
     """Why does it fail? Loss and attention entropy by position, and where they leave their trends."""
@@ -98,6 +103,8 @@ def diagnose(
             train_length=train_length,
             position=position,
             out=out,
+            device=device,
+            trust_remote_code=trust_remote_code,
             progress=progress,
         )
     if as_json:

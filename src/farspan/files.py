@@ -114,6 +114,15 @@ def read_tensors(path: Path) -> dict[str, Any]:
     return load_file(path)
 
 
+def check_free(path: Path) -> None:
+    """Refuse a name that is taken, or cannot be; to be asked before long work whose result goes there."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FarspanError(f"{path} exists already and is not empty; choose another name, or remove it first")
+    home = next(parent for parent in path.absolute().parents if parent.exists())
+    if not home.is_dir() or not os.access(home, os.W_OK):
+        raise FarspanError(f"{path} cannot be written, for {home} is no folder that you may write to; choose another")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears under its name whole, or not at all, and never in the place of another.
@@ -121,8 +130,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     The block fills a temporary neighbour; only when it ends well is that neighbour given the name.
     """
     path = Path(path)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FarspanError(f"{path} exists already and is not empty; choose another name, or remove it first")
+    check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:

@@ -6,7 +6,7 @@ from farspan.errors import FarspanError
 
 
 def parse_lengths(text: str) -> list[int]:
-    """`512,1024` -> [512, 1024]; `512:4096` -> doublings [512, 1024, 2048, 4096]; `16k` is 16,384."""
+    """`512,1024` -> [512, 1024]; `512:4096` -> doublings and the end [512, 1024, 2048, 4096]; `16k` is 16,384."""
     lengths: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition(":")
@@ -14,9 +14,10 @@ def parse_lengths(text: str) -> list[int]:
         last = _length(high, text) if high else first
         if last < first:
             raise FarspanError(f"lengths {text!r} run backwards; write them as {high}:{low}")
-        while first <= last:
+        while first < last:
             lengths.append(first)
             first *= 2
+        lengths.append(last)
     return sorted(set(lengths))
 
 
@@ -24,7 +25,7 @@ def _length(text: str, whole: str) -> int:
     number = text.strip().lower()
     factor = 1024 if number.endswith("k") else 1
     digits = number.removesuffix("k")
-    if not digits.isdecimal() or int(digits) == 0:
+    if not digits.isdecimal() or len(digits) > 12 or int(digits) == 0:
         raise FarspanError(f"{text!r} in {whole!r} is no length; write lengths as 512,1024 or 512:4096 or 16k")
     return int(digits) * factor
 
@@ -36,9 +37,10 @@ def parse_range(text: str) -> list[float]:
             values = [float(part) for part in text.split(",")]
         else:
             low, high, step = (float(part) for part in text.split(":"))
-            values = [round(low + i * step, 6) for i in range(int((high - low) / step + 1e-6) + 1)]
-        if not values or min(values) <= 0:
+            count = (high - low) / step + 1e-6
+            values = [round(low + i * step, 6) for i in range(int(count) + 1)] if 0 <= count < 1000 else []
+        if not values or not all(0 < value < 1000 for value in values):
             raise ValueError
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise FarspanError(f"{text!r} is no range of scales; write it as 0.8:1.4:0.1 or 1.2,1.5") from None
     return values

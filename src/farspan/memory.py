@@ -10,6 +10,12 @@ import torch
 log = logging.getLogger(__name__)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Was it for want of memory? The CPU's allocator has no error of its own, only its words."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
+
+
 def in_pieces(total: int, size: int, run: Callable[[int, int], None]) -> None:
     """Call run(start, stop) over consecutive ranges of at most `size` until `total` is covered.
 
@@ -21,8 +27,8 @@ def in_pieces(total: int, size: int, run: Callable[[int, int], None]) -> None:
         stop = min(start + size, total)
         try:
             run(start, stop)
-        except torch.OutOfMemoryError:
-            if stop - start == 1:
+        except RuntimeError as error:
+            if not out_of_memory(error) or stop - start == 1:
                 raise
             size = (stop - start) // 2
             log.warning("out of memory with %d rows at once; going on with %d", stop - start, size)

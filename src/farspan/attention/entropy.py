@@ -198,6 +198,15 @@ def _full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _slots(call: Call) -> Tensor:
+    """Where each query stands in the sequence, [Q]: at the last key that it sees, for it sees itself."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if call.mask is None:  # a single query stands at the end of what the cache holds
+        return torch.arange(queries, device=call.q.device) + (keys - 1 if queries == 1 else 0)
+    visible = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
+    return (visible[:, 0] * torch.arange(keys, device=call.q.device)).amax(-1).amax(0)
+
+
 class EntropyByPosition:
     """An observer that averages entropy by layer, head and position while a model runs: O(length) memory.
 
@@ -217,10 +226,8 @@ class EntropyByPosition:
 
     def __call__(self, call: Call) -> None:
         """Look at a call and leave its computation to the model's own backend."""
-        scores = Scores.of(call)
-        # The slot of a query is where it stands in the cache.
-        first = call.k.shape[2] - call.q.shape[2] if call.mask is not None else 0
-        self._add(call.layer, first, self.every, entropy(scores, every=self.every, variance=True))
+        found = entropy(Scores.of(call), every=self.every, variance=True)
+        self._add(call.layer, _slots(call)[:: self.every], found)
 
     def fused(self, model: PreTrainedModel) -> Backend:
         """The same as a backend for `seam.using`: where the kernels can, output and entropy come from one pass, of all
@@ -235,19 +242,19 @@ class EntropyByPosition:
                 self(call)
                 return own_backend(module)(module, query, key, value, attention_mask, **options)
             output, found = kernels.attention(scores, call.v[:, :, : scores.k.shape[2]], variance=True)
-            self._add(call.layer, 0, 1, found)
+            self._add(call.layer, _slots(call), found)
             return output.transpose(1, 2).contiguous(), None
 
         return attend
 
-    def _add(self, layer: int, first: int, every: int, found: Entropy) -> None:
+    def _add(self, layer: int, slots: Tensor, found: Entropy) -> None:
         nats = found.nats
         if layer not in self._sums:
             self._sums[layer] = nats.new_zeros((3, nats.shape[1], self.bins), dtype=torch.float64)
             self._counts[layer] = nats.new_zeros(self.bins, dtype=torch.float64)
-        positions = torch.arange(nats.shape[2], device=nats.device) * every + first
-        bin_of = positions * self.bins // self.length
-        seen = torch.isfinite(found.lse[:, 0]).double()  # [B, rows]; a query that sees nothing is padding
+        bin_of = (slots * self.bins // self.length).clamp(max=self.bins - 1)
+        # A query that sees nothing is padding; one beyond the length was not asked for.
+        seen = (torch.isfinite(found.lse[:, 0]) & (slots < self.length)).double()  # [B, rows]
         for which, values in enumerate((nats, found.sink, found.variance)):
             assert values is not None
             self._sums[layer][which].index_add_(1, bin_of, (values.double() * seen[:, None]).sum(0))

@@ -7,6 +7,7 @@ declared document, of which the first 80% are for searching and the last 20% for
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     'python-docs'
     """
     path = Path(source)
+    if not str(source):
+        raise FarspanError(f"no text was named; give a file, a folder, or {PYTHON_DOCS}")
     if str(source).partition("/")[0] == PYTHON_DOCS and not path.exists():
         return iter([_python_docs(str(source).partition("/")[2])])
     if path.is_dir():
@@ -87,7 +90,9 @@ def _lines(path: Path) -> Iterator[Document]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _record(path, number, line)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except FarspanError:
+        raise
+    except Exception as error:  # each compression has errors of its own
         raise CorruptError(f"{path} is damaged ({error}); fetch it again") from None
 
 
@@ -97,8 +102,8 @@ def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".xz":
         return lzma.open(path, "rb")
     if path.suffix == ".zst":
-        zstandard = _extra("zstandard", path)
-        return zstandard.open(path, "rb")
+        reader = _extra("zstandard", path).ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+        return io.BufferedReader(reader)  # for it does not read by lines itself
     return path.open("rb")
 
 
@@ -106,22 +111,28 @@ def _record(path: Path, number: int, line: bytes) -> Document:
     try:
         record = json.loads(line)
         text, name = record["text"], record.get("id", f"line {number}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text.encode()  # half of a surrogate pair is no text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             f'{path}, line {number} is no JSON object with a "text" ({type(error).__name__}); mend or remove that line'
         ) from None
-    return Document(f"{path.name}:{name}", str(text))
+    return Document(f"{path.name}:{name}", text)
 
 
 def _table(path: Path) -> Iterator[Document]:
     parquet = _extra("pyarrow.parquet", path)
-    file = parquet.ParquetFile(path)
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:
+        raise CorruptError(f"{path} is damaged ({error}); fetch it again") from None
     if "text" not in file.schema_arrow.names:
         raise FarspanError(f'{path} has no column "text" (it has {file.schema_arrow.names}); rename the right one')
     number = 0
     for batch in file.iter_batches(columns=["text"]):
         for text in batch.column(0).to_pylist():
             number += 1
+            if not isinstance(text, str):
+                raise CorruptError(f"{path}, row {number} has no text; remove that row")
             yield Document(f"{path.name}:row {number}", text)
 
 

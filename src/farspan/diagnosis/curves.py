@@ -44,7 +44,7 @@ def measure(
     model: PreTrainedModel,
     ids: Tensor,
     *,
-    bins: int = 256,
+    bins: int,
     entropy: bool = True,
     every: int | None = None,
     after_window: Callable[[], None] = lambda: None,

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from farspan.errors import FarspanError
+
 
 @dataclass(frozen=True)
 class Rule:
     """What counts as leaving a trend; part of every record."""
 
     margin: float = 0.1  # nats above the trend
-    noise: float = 4.0  # … and at least so many standard deviations of the smoothed curve inside the training length
+    noise: float = 3.0  # … and at least so many standard deviations of the smoothed curve around the trend
     smoothing: float = 1 / 16  # width of the running mean, in training lengths
     trend_from: float = 1 / 4  # the trend is fitted between this part of the training length and all of it
-    head_margin: float = 0.25  # a head is distracted when its last eighth stays so many nats above its own trend
+    head_margin: float = 0.25  # a head is distracted when its last eighth lies so many nats above its own trend
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,17 @@ class Trend:
     a: float
     b: float
     scatter: float
+    middle: float  # mean and spread of ln(position) where it was fitted
+    spread: float
+    points: float  # independent ones: what lies within one smoothing width counts as one
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         return self.a + self.b * np.log(positions)
+
+    def error(self, positions: np.ndarray) -> np.ndarray:
+        """One standard deviation of a smoothed value around the trend carried on to a position."""
+        lever = (np.log(positions) - self.middle) / self.spread
+        return self.scatter * np.sqrt(1 + (1 + lever**2) / self.points)
 
 
 def smooth(positions: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
@@ -45,18 +55,22 @@ def fit_trend(positions: np.ndarray, values: np.ndarray, train_length: int, rule
     """The trend inside the training length. Loss never rises there by nature: with `rising` False, b is at most 0."""
     inside = (positions >= rule.trend_from * train_length) & (positions <= train_length)
     if inside.sum() < 4:
-        raise ValueError(f"only {inside.sum()} points lie inside the training length of {train_length}")
+        raise FarspanError(
+            f"only {inside.sum()} points of the curve lie inside the training length of {train_length} tokens, "
+            "too few for a trend; ask for shorter lengths, or check --train-length"
+        )
     x, y = np.log(positions[inside]), smooth(positions, values, rule.smoothing * train_length)[inside]
     b, a = np.polyfit(x, y, 1)
     if b > 0 and not rising:
         b, a = 0.0, y.mean()
-    return Trend(float(a), float(b), float(np.std(y - (a + b * x))))
+    independent = (1 - rule.trend_from) / rule.smoothing
+    return Trend(float(a), float(b), float(np.std(y - (a + b * x))), float(x.mean()), float(x.std()), independent)
 
 
 def excess(positions: np.ndarray, values: np.ndarray, train_length: int, rule: Rule, rising: bool) -> np.ndarray:
     """How far the smoothed curve lies above its trend, in margins: more than 1 is outside."""
     trend = fit_trend(positions, values, train_length, rule, rising)
-    margin = max(rule.margin, rule.noise * trend.scatter)
+    margin = np.maximum(rule.margin, rule.noise * trend.error(positions))
     return (smooth(positions, values, rule.smoothing * train_length) - trend.at(positions)) / margin
 
 
@@ -67,6 +81,8 @@ def find_knee(positions: np.ndarray, values: np.ndarray, train_length: int, rule
         return None
     inside = np.flatnonzero(~outside)
     first = inside[-1] + 1 if len(inside) else 0
+    if positions[-1] - positions[first] < 2 * rule.smoothing * train_length:
+        return None  # too short a stretch to say that it stays there
     return round(float(positions[first]))
 
 
@@ -79,7 +95,8 @@ def distracted_heads(
     for layer, table in heads.items():
         for head, values in enumerate(table):
             trend = fit_trend(positions, values, train_length, rule, rising=True)
-            if (values - trend.at(positions))[last].mean() > rule.head_margin:
+            margin = max(rule.head_margin, rule.noise * float(trend.error(positions[last]).mean()))
+            if (values - trend.at(positions))[last].mean() > margin:
                 found.append((layer, head))
     return found
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from farspan.errors import FarspanError
 from farspan.memory import in_pieces
 
 BUDGET = 1 << 24  # logits held at once
@@ -52,14 +53,20 @@ def own_logits(model: PreTrainedModel, output: Any, rows: slice) -> Tensor:
 
 def _decoder(model: PreTrainedModel) -> torch.nn.Module:
     """What makes hidden states of tokens: the model inside the model. Not every family's `base_model` finds it."""
-    return next(child for child in model.children() if isinstance(child, PreTrainedModel))
+    for child in model.children():
+        if isinstance(child, PreTrainedModel):
+            return child
+    raise FarspanError(f"{type(model).__name__} holds no decoder apart from its head; load a causal language model")
 
 
 @contextmanager
 def _standing_aside(decoder: torch.nn.Module, output: Any) -> Iterator[None]:
     """Let the decoder answer with this output instead of computing, for this block."""
+    before = decoder.__dict__.get("forward")  # as a library that hooks objects may have left it
     decoder.forward = lambda *args, **kwargs: output  # on the object alone; its class is not ours
     try:
         yield
     finally:
         del decoder.forward
+        if before is not None:
+            decoder.forward = before

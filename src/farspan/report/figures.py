@@ -34,14 +34,13 @@ def save(figure: Figure, stem: Path) -> None:
 
 def diagnosis_figures(found: Sequence[Any]) -> dict[str, Figure]:
     """Every figure that these diagnoses have the data for, by file name."""
-    figures = {
-        "loss_and_entropy": loss_and_entropy(found),
-        "entropy_of_heads": entropy_of_heads(found),
-        "heads_by_layer": heads_by_layer(found[0]),
-    }
-    for diagnosis in found:
+    figures = {"loss_and_entropy": loss_and_entropy(found), "entropy_of_heads": entropy_of_heads(found)}
+    for number, diagnosis in enumerate(found, 1):
+        which = f"_{number}" if len(found) > 1 else ""
+        if diagnosis.uniform is None:  # a sweep has too many
+            figures[f"heads_by_layer{which}"] = heads_by_layer(diagnosis)
         if diagnosis.scales is not None and diagnosis.scales.base.std() > 0:
-            figures["scale_against_entropy"] = scale_against_entropy(diagnosis)
+            figures[f"scale_against_entropy{which}"] = scale_against_entropy(diagnosis)
     return figures
 
 

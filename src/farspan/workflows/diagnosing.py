@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
@@ -19,11 +20,14 @@ from farspan.data.windows import Windows, cut_windows
 from farspan.diagnosis.curves import Curves, measure
 from farspan.diagnosis.knees import Rule, distracted_heads, find_knee, smooth, suggest_scale
 from farspan.errors import FarspanError
-from farspan.files import new_folder
-from farspan.loading import load
+from farspan.files import check_free, new_folder
+from farspan.loading import first_line, load
+from farspan.memory import out_of_memory
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.workflows.inspection import train_length as trained_on
+
+MIN_BINS, BINS_INSIDE = 256, 64  # of positions: in all, and inside the training length
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +58,8 @@ class Diagnosis:
             "positions": curves.positions.round(1).tolist(),
             "loss": _listed(curves.loss),
             "entropy": None if entropy is None else _listed(entropy),
+            "entropy_of_every": curves.every,
+            "windows": curves.windows,
             "bound": _listed(np.log(curves.positions)),
             "entropy_by_head": {str(layer): _listed(table) for layer, table in curves.heads.items()},
             "loss_knee": self.loss_knee,
@@ -76,6 +82,7 @@ def diagnose(
     position: str | None = None,
     out: str | Path | None = None,
     device: str | None = None,
+    trust_remote_code: bool = False,
     rule: Rule | None = None,
     progress: Callable[[str, int], Callable[[], None]] = lambda label, steps: lambda: None,
 ) -> list[Diagnosis]:
@@ -87,12 +94,15 @@ def diagnose(
     """
     sources = [models] if isinstance(models, str | Path) else list(models)
     rule = rule or Rule()
-    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
-        raise FarspanError(f"{out} exists already and is not empty; choose another name, or remove it first")
+    if min(lengths) < 2:
+        raise FarspanError(f"a length of {min(lengths)} tokens leaves nothing to predict; ask for 2 or more")
+    if out is not None:
+        check_free(Path(out))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     found: list[Diagnosis] = []
     read: dict[str, Any] = {}
     for source in sources:
-        model, tokenizer = load(source, position=position, device=device)
+        model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
         cut = cut_windows(read_documents(data), tokenizer, max(lengths), windows)
@@ -100,7 +110,17 @@ def diagnose(
         for value in scales or (None,):
             found.append(_diagnose_one(model, source, cut, value, train_length, rule, progress))
     if out is not None:
-        _write(Path(out), found, read, data, lengths, rule)
+        settings = {
+            "data": str(data),
+            "lengths": list(lengths),
+            "scales": list(scales),
+            "windows": windows,
+            "train_length": train_length,
+            "position": position,
+            "device": device,
+            "rule": asdict(rule),
+        }
+        _write(Path(out), found, read, settings)
     return found
 
 
@@ -113,27 +133,42 @@ def _diagnose_one(
     rule: Rule,
     progress: Callable[[str, int], Callable[[], None]],
 ) -> Diagnosis:
-    label = Path(source).name + ("" if value is None else f" λ̂={value:g}")
+    label = _name(source) + ("" if value is None else f" λ̂={value:g}")
     patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
     if patch is not None and value is not None:
         raise FarspanError(f"{source} is a patch with scales of its own; compare uniform scales on its base model")
     length = train_length or trained_on(model.config.get_text_config())
     if length is None:
         raise FarspanError(f"the config of {source} does not tell its training length; give --train-length")
-    if length > cut.ids.shape[1]:
+    longest = cut.ids.shape[1]
+    if longest < 1.25 * length:
         raise FarspanError(
-            f"{source} was trained on {length} tokens and the largest length asked for is {cut.ids.shape[1]}; "
-            f"ask for more than {length}, say --lengths {length}:{2 * length}"
+            f"{source} was trained on {length} tokens and the largest length asked for is {longest}; "
+            f"ask for at least a quarter more, say --lengths {length}:{2 * length}"
         )
+    if int(cut.ids.max()) >= model.get_input_embeddings().num_embeddings:
+        raise FarspanError(f"the tokenizer of {source} knows more tokens than the model; use the model's own tokenizer")
     if value is not None:
         layers = probe(model)
         seam.install(model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads))
+    # Bins narrow enough for a trend inside the training length, and not so narrow that each is noise.
+    bins = max(MIN_BINS, round(BINS_INSIDE * longest / length))
     try:
-        curves = measure(model, cut.ids, after_window=progress(label, len(cut.ids)))
+        curves = measure(model, cut.ids, bins=bins, after_window=progress(label, len(cut.ids)))
+    except (IndexError, RuntimeError) as error:
+        why = "memory is short" if out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"
+        raise FarspanError(
+            f"{source} cannot run on {longest} tokens at once ({why}); ask for shorter lengths"
+        ) from error
     finally:
         if value is not None:
             seam.uninstall(model)
     return judge(label, length, curves, rule, scales=patch.scales if patch else None, uniform=value)
+
+
+def _name(source: str | Path) -> str:
+    """The last two parts of a path tell models apart that bear one name."""
+    return "/".join(Path(source).parts[-2:]) if Path(source).exists() else str(source)
 
 
 def judge(
@@ -155,7 +190,8 @@ def judge(
         coincide = abs(loss_knee - entropy_knee) <= train_length / 4
     distracted = distracted_heads(positions, curves.heads, train_length, rule)
     variance = np.concatenate(list(curves.variance.values())).mean(0)
-    suggested = suggest_scale(positions, entropy, variance, train_length, rule) if loss_knee else 1.0
+    both = loss_knee is not None and entropy_knee is not None
+    suggested = suggest_scale(positions, entropy, variance, train_length, rule) if both else 1.0
     heads = sum(len(table) for table in curves.heads.values())
     return Diagnosis(
         label=label,
@@ -197,25 +233,18 @@ def _verdict(
     where = f"Loss leaves its trend at {loss_knee:,} tokens, {loss_knee / train_length:.2f} × the training length"
     if entropy_knee is None:
         return f"{where}, but entropy does not: this is no distraction, and a scale alone will not mend it."
-    meet = "where entropy does too" if coincide else f"and entropy at {entropy_knee:,}"
-    return (
-        f"{where}, {meet}: attention is distracted in {distracted} heads; a scale of {suggested:g} is a place to start."
-    )
+    meet = "where entropy does too" if coincide else f"and entropy its own at {entropy_knee:,}"
+    start = f"a scale of {suggested:g} is a place to start" if suggested > 1 else "no uniform scale suggests itself"
+    return f"{where}, {meet}: {distracted} heads are distracted; {start}."
 
 
 def _listed(values: np.ndarray) -> list:
     return np.round(values.astype(float), 5).tolist()
 
 
-def _write(
-    out: Path, found: list[Diagnosis], read: dict[str, Any], data: str | Path, lengths: Sequence[int], rule: Rule
-) -> None:
+def _write(out: Path, found: list[Diagnosis], read: dict[str, Any], settings: dict[str, Any]) -> None:
     with new_folder(out) as new:
         for name, figure in figures.diagnosis_figures(found).items():
             figures.save(figure, new / name)
-        write_record(
-            new / "record.json",
-            "diagnose",
-            {"data": str(data), "lengths": list(lengths), "rule": asdict(rule)},
-            {"read": read, "models": [diagnosis.to_json() for diagnosis in found]},
-        )
+        results = {"read": read, "models": [diagnosis.to_json() for diagnosis in found]}
+        write_record(new / "record.json", "diagnose", settings, results)
