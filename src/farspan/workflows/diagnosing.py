@@ -102,10 +102,13 @@ def diagnose(
     found: list[Diagnosis] = []
     read: dict[str, Any] = {}
     for source in sources:
+        ready = progress(f"{_name(source)}: load and read", 2)
         model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
+        ready()
         if tokenizer is None:
             raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
         cut = cut_windows(read_documents(data), tokenizer, max(lengths), windows)
+        ready()
         read[str(source)] = cut.describe()
         for value in scales or (None,):
             found.append(_diagnose_one(model, source, cut, value, train_length, rule, progress))
