@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.attention.seam import Backend, Call, as_call, attention_calls, own_backend
+from farspan.attention.seam import Backend, Call, as_call, attention_calls, own_backend, shown
 from farspan.memory import in_pieces
 
 HIDDEN = -1e30  # the score of a key that is not visible: e^x is 0 and e^x·x is 0, never NaN
@@ -203,8 +203,7 @@ def _slots(call: Call) -> Tensor:
     queries, keys = call.q.shape[2], call.k.shape[2]
     if call.mask is None:  # a single query stands at the end of what the cache holds
         return torch.arange(queries, device=call.q.device) + (keys - 1 if queries == 1 else 0)
-    visible = call.mask if call.mask.dtype == torch.bool else call.mask > torch.finfo(call.mask.dtype).min / 2
-    return (visible[:, 0] * torch.arange(keys, device=call.q.device)).amax(-1).amax(0)
+    return (shown(call.mask)[:, 0] * torch.arange(keys, device=call.q.device)).amax(-1).amax(0)
 
 
 class EntropyByPosition:

@@ -308,8 +308,12 @@ def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:  # causal; a single query sees all that the cache holds
         first = keys if queries == 1 else 1
         return torch.arange(first, first + queries, device=q.device)[None]
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return seen[:, 0].sum(dim=-1)
+    return shown(mask)[:, 0].sum(dim=-1)
+
+
+def shown(mask: Tensor) -> Tensor:
+    """Which keys a mask shows, as booleans, be it boolean or additive."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def attend_at_seam(module: nn.Module, query, key, value, attention_mask, **kwargs):

@@ -23,16 +23,16 @@ class Curves:
 
     positions: np.ndarray  # [bins] the middle of each bin
     loss: np.ndarray  # [bins] nats a token
-    heads: dict[int, np.ndarray]  # layer -> [H, bins] entropy in nats; empty for a model off the seam
+    heads: dict[int, np.ndarray]  # layer -> [H, bins] entropy in nats
     variance: dict[int, np.ndarray]  # layer -> [H, bins] −dH/d ln λ̂
     windows: int
     length: int  # tokens of a window
     every: int  # entropy is of every so-many-th query
 
     @property
-    def entropy(self) -> np.ndarray | None:
+    def entropy(self) -> np.ndarray:
         """Mean over all heads of all layers, [bins]."""
-        return np.concatenate(list(self.heads.values())).mean(0) if self.heads else None
+        return np.concatenate(list(self.heads.values())).mean(0)
 
     def loss_at(self, length: int, span: int) -> float:
         """Mean loss over the `span` positions before a length."""
@@ -45,14 +45,10 @@ def measure(
     ids: Tensor,
     *,
     bins: int,
-    entropy: bool = True,
     every: int | None = None,
     after_window: Callable[[], None] = lambda: None,
 ) -> Curves:
-    """Run the model once over each window of ids [windows, length]; memory is that of one window.
-
-    entropy=False leaves the seam alone, for models that are not on it.
-    """
+    """Run the model once over each window of ids [windows, length]; memory is that of one window."""
     length = ids.shape[1]
     bins = min(bins, length // 2)  # so that the last one holds a prediction too: the last token makes none
     if every is None:
@@ -62,10 +58,7 @@ def measure(
     total, count = torch.zeros(bins, dtype=torch.float64), torch.bincount(bin_of, minlength=bins)
     for window in ids:
         window = window[None].to(model.device)
-        if entropy:
-            with seam.using(model, profile.fused(model)):
-                losses = token_losses(model, window)
-        else:
+        with seam.using(model, profile.fused(model)):
             losses = token_losses(model, window)
         total.index_add_(0, bin_of, losses[0].double().cpu())
         after_window()

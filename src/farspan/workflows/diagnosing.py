@@ -51,13 +51,12 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         curves = self.curves
-        entropy = curves.entropy
         return {
             "model": self.label,
             "train_length": self.train_length,
             "positions": curves.positions.round(1).tolist(),
             "loss": _listed(curves.loss),
-            "entropy": None if entropy is None else _listed(entropy),
+            "entropy": _listed(curves.entropy),
             "entropy_of_every": curves.every,
             "windows": curves.windows,
             "bound": _listed(np.log(curves.positions)),
@@ -185,7 +184,6 @@ def judge(
 ) -> Diagnosis:
     """Knees, distracted heads, a suggestion and a verdict from measured curves."""
     positions, entropy = curves.positions, curves.entropy
-    assert entropy is not None
     loss_knee = find_knee(positions, curves.loss, train_length, rule, rising=False)
     entropy_knee = find_knee(positions, entropy, train_length, rule, rising=True)
     coincide = None
