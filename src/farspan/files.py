@@ -6,13 +6,14 @@ outside it. Everything that reads a checkpoint or a patch comes through here, so
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +146,26 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: a reader sees the old file or the new one, never a part."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: a reader sees the old file or the new one, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(OSError):  # what went wrong first is what to tell
+            os.unlink(name)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -169,3 +175,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
