@@ -142,15 +142,15 @@ def test_biases_equal_bloom_and_t5():
 def test_flex_and_tensor_paths_agree(rule):
     q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)
     index = torch.arange(24)
-    bias = PlacedBias(rule, index, index)
+    bias = PlacedBias(rule(index), index, index)
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
     tensor, _ = attend(module, q, k, v, None, bias=bias, scaling=0.25)
     with torch.no_grad():  # FlexAttention has no backward on the CPU
         flex = attend_flex(q, k, v, bias, 0.25, compiled=False)
     assert (tensor - flex).abs().max() < 1e-6
-    rows = bias.tensor(4, slice(10, 13))
-    assert torch.equal(rows, bias.tensor(4)[:, :, 10:13])
+    rows = bias.tensor(slice(10, 13))
+    assert torch.equal(rows, bias.tensor()[:, :, 10:13])
 
 
 # ---- what NoPE is, and is not -------------------------------------------------------------------------------
@@ -327,3 +327,32 @@ def test_other_attention_functions_may_not_drop_a_bias():
     model = next(family for family in OURS if family.name == "farspan-alibi").build()
     with pytest.raises(FarspanError, match="would drop the score bias"):
         model.set_attn_implementation("eager")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", [AlibiBias(8), T5Bias(8, 32, 128)], ids=["alibi", "t5"])
+def test_compiled_flex_agrees_with_the_tensor_path_on_a_gpu_and_so_do_gradients(rule):
+    """In bf16, against float32: forward, and the gradients of q, k, v and of T5's table."""
+    torch.manual_seed(0)
+    rule = rule.cuda()
+    index = torch.arange(512, device="cuda")
+    parts = [torch.randn(2, heads, 512, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    weight = torch.randn(2, 512, 8, 64, device="cuda")
+    found = []
+    for compiled in (True, False):
+        q, k, v = (part.clone().requires_grad_() for part in parts)
+        rule.zero_grad()
+        bias = PlacedBias(rule(index), index, index)
+        if compiled:
+            output = attend_flex(q, k, v, bias, 0.125, compiled=True)
+        else:
+            k4, v4 = (part.float().repeat_interleave(4, 1) for part in (k, v))
+            scores = q.float() @ k4.mT * 0.125 + bias.tensor()
+            causal = index[:, None] >= index
+            output = (scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v4).transpose(1, 2)
+        (output * weight).sum().backward()
+        tables = [parameter.grad.clone() for parameter in rule.parameters()]
+        found.append([output.detach(), q.grad, k.grad, v.grad, *tables])
+    for fast, slow in zip(*found, strict=True):
+        error = (fast.float() - slow.float()).norm() / slow.float().norm()
+        assert error < 2e-2

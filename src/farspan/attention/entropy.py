@@ -59,7 +59,7 @@ class Scores:
     k: Tensor  # [B, KV, K, D]
     scaling: float | Tensor  # a number, or one for each head [H]
     mask: Tensor | None = None  # boolean or additive [B, 1, Q, K]; None is causal
-    bias: Any = None  # its .tensor(heads, rows) is added to the scores
+    bias: Any = None  # its .tensor(rows) is added to the scores
     softcap: float | None = None
     sinks: Tensor | None = None  # [H] the score of an extra key that holds no value
 
@@ -91,7 +91,7 @@ class Scores:
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         if self.bias is not None:
-            scores += self.bias.tensor(q.shape[1], slice(start, stop, step))[..., : k.shape[2]].to(dtype)
+            scores += self.bias.tensor(slice(start, stop, step))[..., : k.shape[2]].to(dtype)
         if self.mask is None:
             hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
             scores.masked_fill_(hidden, HIDDEN)

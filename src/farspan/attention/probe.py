@@ -128,7 +128,7 @@ def _kind(call: seam.Call, other: seam.Call, placed: bool) -> str:
     bias = call.options.get("bias")
     if bias is None:
         return "none" if placed else "unknown"  # a model that takes no position ids hides where it gets them
-    distance = bias.tensor(call.q.shape[1])[0, :, -1]  # [H, K] as the last query sees it
+    distance = bias.tensor()[0, :, -1]  # [H, K] as the last query sees it
     steps = distance.diff(dim=-1)
     linear = torch.allclose(steps, steps[:, :1].expand_as(steps)) and bool(steps.abs().max() > 0)
     return "alibi" if linear else "t5"

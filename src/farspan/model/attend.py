@@ -35,7 +35,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if query.is_cuda and attention_mask is None and query.shape[2] > 1 and not kwargs.get("dropout"):
         return attend_flex(query, key, value, bias, kwargs.get("scaling"), compiled=True), None
-    position_bias = bias.tensor(query.shape[1]).to(query.dtype)
+    position_bias = bias.tensor().to(query.dtype)
     return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
 
 
@@ -44,13 +44,14 @@ def attend_flex(
 ) -> Tensor:
     """The same for a plain causal call, through FlexAttention: [B, H, Q, D] in, [B, Q, H, D] out."""
     length = query.shape[2]
-    flex = _compiled_flex() if compiled else flex_attention
+    # Inside a compiled layer it is compiled with the layer.
+    flex = _compiled_flex() if compiled and not torch.compiler.is_compiling() else flex_attention
     output = flex(
         query,
         key[:, :, :length],
         value[:, :, :length],
         score_mod=bias.score_mod,
-        block_mask=_causal_blocks(length, query.device),
+        block_mask=bias.blocks or causal_blocks(length, query.device),
         scale=scaling,
         enable_gqa=True,
     )
@@ -63,7 +64,7 @@ def _compiled_flex():
 
 
 @functools.lru_cache(maxsize=8)
-def _causal_blocks(length: int, device: torch.device):
+def causal_blocks(length: int, device: torch.device):
     return create_block_mask(lambda batch, head, row, column: row >= column, None, None, length, length, device=device)
 
 

@@ -19,7 +19,8 @@ class FarspanConfig(PreTrainedConfig):
     `position` is one name for all layers, or a pattern that is repeated over them. An entry may carry a window:
     `["rope/128", "rope/128", "rope/128", "none"]` is three rotary layers that see 128 tokens, then one global
     layer without positions. It is stored spelled out, one name a layer, with windows in `layer_types` and
-    `sliding_window`, as Hugging Face's caches expect them. `max_position_embeddings` is the training length.
+    `sliding_window`, as Hugging Face's caches expect them. `max_position_embeddings` is the training length; rows of a
+    learned table beyond it (`position_table`) are untrained.
     """
 
     model_type = "farspan"
@@ -34,6 +35,7 @@ class FarspanConfig(PreTrainedConfig):
     head_dim: int = None  # type: ignore[assignment]  # hidden_size / heads
     max_position_embeddings: int = 512
     position: str | list[str] = "none"
+    position_table: int = None  # type: ignore[assignment]  # rows of a learned table: max_position_embeddings
     layer_types: list[str] = None  # type: ignore[assignment]  # all full_attention
     sliding_window: int | None = None
     rope_parameters: dict = None  # type: ignore[assignment]  # base frequency 10,000
@@ -56,6 +58,7 @@ class FarspanConfig(PreTrainedConfig):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.base_scale = self.base_scale if self.base_scale is not None else self.head_dim**-0.5
+        self.position_table = self.position_table or self.max_position_embeddings
         self._spell_out_positions()
         if (self.rope_parameters or {}).get("rope_type") == "none":  # rotation was removed from a rotary model
             self.position = ["none" if kind == "rope" else kind for kind in self.position]

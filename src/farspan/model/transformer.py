@@ -179,6 +179,9 @@ class FarspanModel(FarspanPreTrainedModel):
         for kind in self.positions:
             x = self._position(kind).embed(x, position_ids)
             angles[kind] = self._position(kind).angles(x, position_ids)
+        if torch.is_autocast_enabled(x.device.type):
+            # Autocast leaves sums in float32, and so the whole residual stream: twice the memory traffic for nothing.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         states = []
         for layer, kind, span in zip(self.layers, self.config.position, self.config.layer_types, strict=True):
@@ -232,9 +235,10 @@ class FarspanModel(FarspanPreTrainedModel):
                 seen = past_key_values.get_seq_length(index)
                 keys, offset = past_key_values.get_mask_sizes(queries, index)
             placed[kind, span] = PlacedBias(
-                rule,
+                rule(torch.arange(keys, device=device)),
                 torch.arange(queries, device=device) + seen,
                 torch.arange(keys, device=device) + offset,
+                biased.causal_blocks(queries, device) if device.type == "cuda" and past_key_values is None else None,
             )
         return placed
 

@@ -121,11 +121,14 @@ def _inspect_model(
     warnings = list(notes)
     if temperature:
         warnings.append(f"the model already scales its attention ({temperature}); farspan's scales multiply with that")
+    length, table = train_length(config), getattr(config, "position_table", None)
+    if "learned" in getattr(config, "position", ()) and table and length and table > length:
+        warnings.append(f"its position table has {table} rows, and those beyond {length} are untrained")
     from_config = Inspection(
         model=name,
         family=config.model_type,
         parameters=parameters or _count(model),
-        train_length=train_length(config),
+        train_length=length,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
