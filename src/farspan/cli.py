@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from farspan.errors import FarspanError
 if TYPE_CHECKING:
     from farspan.workflows.diagnosing import Diagnosis
     from farspan.workflows.inspection import Inspection
+    from farspan.workflows.pretraining import Estimate
 
 app = typer.Typer(
     name="farspan",
@@ -27,9 +29,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out_console = Console(highlight=False)
+# Of the processes that torchrun starts, one speaks.
+speaks = os.environ.get("RANK", "0") == "0"
+out_console = Console(highlight=False, quiet=not speaks)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, hub id, .gguf or patch folder.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, hub id, twin, .gguf or patch folder.")
+]
 Position = Annotated[
     str | None,
     typer.Option(help='Read a llama checkpoint with this encoding: "none" if it was trained without rotation.'),
@@ -117,6 +123,44 @@ def diagnose(
 
 
 @app.command()
+def pretrain(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a .toml file.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As steps=100.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The run's folder; runs/NAME unless given.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
+    as_json: AsJson = False,
+):
+    """Train a model by a recipe, or go on where its run was stopped. Under torchrun, on several GPUs."""
+    from farspan.progress import bars
+    from farspan.workflows import pretraining
+
+    if dry_run:
+        show_estimate(recipe, pretraining.estimate(pretraining.read_recipe(recipe, changes or [])), as_json)
+        return
+    with bars() as progress:
+        steps = pretraining.read_recipe(recipe, changes or []).train.steps
+        advance = None
+        seen = 0
+
+        def listen(moment) -> None:
+            nonlocal advance, seen
+            advance = advance or progress("train", steps)
+            mfu = f", MFU {moment.mfu:.0%}" if moment.mfu else ""
+            advance(moment.step - seen, f"loss {moment.loss:.3f}, {_si(round(moment.tokens_per_second))} tokens/s{mfu}")
+            seen = moment.step
+
+        done = pretraining.pretrain(recipe, changes or [], out, progress=progress, listen=listen)
+    if as_json:
+        if speaks:
+            typer.echo(json.dumps({"model": str(done.folder), "steps": done.steps, "loss": done.loss}))
+        return
+    how = "was trained already" if done.already else "trained"
+    out_console.print(
+        f"{how}: {done.steps:,} steps, loss {done.loss:.3f}; the model is in {done.folder}", soft_wrap=True
+    )
+
+
+@app.command()
 def demo():
     """Build small models of the kinds people run today and look at each."""
     from farspan.workflows.demo import build_models
@@ -148,6 +192,36 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
     for diagnosis in found:
         name = f"[bold]{_plain(diagnosis.label)}[/]  " if len(found) > 1 else ""
         out_console.print(f"{name}{_plain(diagnosis.verdict)}")
+
+
+def show_estimate(recipe: str, found: Estimate, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "seconds_at_least": found.seconds}))
+        return
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    facts.add_row("recipe", recipe)
+    facts.add_row("parameters", f"{found.parameters:,}")
+    facts.add_row("tokens", f"{found.tokens:,}, from {found.files_mb:,.0f} MB of files")
+    facts.add_row("memory", f"{found.weights_gib:.1f} GiB of weights, gradients and optimizer on each device,")
+    facts.add_row("", f"about {found.activations_gib:.1f} GiB of activations for a micro batch")
+    facts.add_row(
+        "time", f"{_duration(found.seconds)} at least, {found.flops:.2g} FLOP at the {found.rate / 1e12:.3g} TFLOP/s"
+    )
+    facts.add_row("", "that matrix products reach on this machine, measured now")
+    out_console.print(facts)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def show_inspection(found: Inspection) -> None:

@@ -22,3 +22,9 @@ class CorruptError(FarspanError):
     """A file is damaged or is not what it claims to be."""
 
     exit_code = 4
+
+
+class PreemptedError(FarspanError):
+    """The run was asked to stop and saved itself; the same command goes on from there."""
+
+    exit_code = 75

@@ -1,4 +1,4 @@
-"""MODEL -> model and tokenizer, for every verb alike: a folder, a hub id, a .gguf file, or a patch folder.
+"""MODEL -> model and tokenizer, for every verb alike: a folder, hub id, twin's name, .gguf file, or patch folder.
 
 What lies on disk is checked before transformers opens it, so that a broken or hostile checkpoint is one
 sentence and not a traceback. Nothing pickled is read, and no code that comes with a checkpoint is run unless
@@ -26,6 +26,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.files import read_json, weight_files
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
+TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -43,13 +44,16 @@ def load(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """The model that a folder, hub id or patch folder names, in evaluation mode, with its tokenizer.
+    """The model that a folder, hub id, twin (nope-twin, rope-twin) or patch folder names, in evaluation mode, with its
+    tokenizer.
 
     position: "none" loads a Llama-typed checkpoint that was trained without rotation as what it is.
-    dtype: as the checkpoint says unless given; attention: transformers' attn_implementation.
+    dtype: as the checkpoint says unless given, or float32 on a CPU that has no arithmetic for it.
+    attention: transformers' attn_implementation.
 
     >>> model, tokenizer = farspan.load("path/to/checkpoint")
     """
+    source = _twin(source)
     if (Path(source) / "patch.json").exists():
         return _load_patched(
             Path(source),
@@ -67,6 +71,7 @@ def load(
             f"{source} has a config but no weights; add model.safetensors, or look at the config with "
             f"`farspan inspect {source}`"
         )
+    dtype = dtype or _bearable(getattr(config, "dtype", None), device)
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
     if (attention := attention or needed_attention(config)) is not None:
         options["attn_implementation"] = attention
@@ -87,7 +92,8 @@ def load(
 def load_config(
     source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The config of a folder or hub id, checked; with `position`, converted to ours."""
+    """The config of a folder, hub id or twin, checked; with `position`, converted to ours."""
+    source = _twin(source)
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -107,6 +113,23 @@ def load_config(
     with quiet(), _readable(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     return config if position is None else with_position(config, position)
+
+
+def _twin(source: str | Path) -> str | Path:
+    """Where a twin lies, if that is what is named; a folder of the same name goes first."""
+    twin = TWINS / str(source)
+    return twin if re.fullmatch(r"[a-z]+-twin", str(source)) and not Path(source).exists() and twin.exists() else source
+
+
+def _bearable(dtype: torch.dtype | None, device: str | torch.device | None) -> torch.dtype | None:
+    """float32 instead of what the CPU could only emulate, a hundred times slower; None where there is no need."""
+    if torch.device(device or "cpu").type != "cpu":
+        return None
+    native = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return torch.float32 if dtype in native and not native[dtype]() else None
 
 
 def _check_hub(name: str) -> None:

@@ -210,6 +210,8 @@ class FarspanModel(FarspanPreTrainedModel):
         and one that exists would cost the flash kernel."""
         if isinstance(attention_mask, dict):  # `generate` prepares them ahead for a static cache
             return attention_mask
+        if attention_mask is past_key_values is position_ids is None and SLIDING not in self.config.layer_types:
+            return {FULL: None}  # said here, for while a CUDA graph is recorded transformers would make a mask
         return {
             span: MASKS[span](
                 config=self.config,

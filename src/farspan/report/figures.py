@@ -147,6 +147,26 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
     return figure
 
 
+def training(metrics: Sequence[dict[str, Any]], title: str) -> Figure:
+    """Training loss by tokens seen, smoothed over raw."""
+    tokens = np.array([entry["tokens"] for entry in metrics]) / 1e6
+    loss = np.array([entry["loss"] for entry in metrics])
+    width = max(1, len(loss) // 50)
+    smooth = np.convolve(np.pad(loss, (width // 2, width - 1 - width // 2), "edge"), np.ones(width) / width, "valid")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(tokens, loss, color=COLOURS[0], lw=0.5, alpha=0.35)
+        axes.plot(tokens, smooth, color=COLOURS[0], lw=1.8)
+        axes.set_xlim(0, tokens[-1])
+        low, high = smooth.min(), np.quantile(smooth, 0.98)
+        axes.set_ylim(low - 0.1, max(high, low + 0.1) + 0.1)
+        axes.set_xlabel("tokens (millions)")
+        axes.set_ylabel("training loss (nats)")
+        axes.set_title(title, loc="left")
+    return figure
+
+
 def _colours(found: Sequence[Any]) -> list[Any]:
     """A sweep of scales runs through a colour map; models get colours of their own."""
     if len(found) > 1 and all(diagnosis.uniform is not None for diagnosis in found):

@@ -1,0 +1,103 @@
+"""How good are models inside their training length, and how do they fail beyond it? On text none of them has seen.
+
+    python benchmarks/heldout.py nope-twin rope-twin --data ../shared/data            # the tables of docs/results.md
+    python benchmarks/heldout.py runs/small-*/model --data ../shared/data --windows 96 --json curves.json
+
+Loss in nats a token by position (a position's number is the mean over the quarter of the training length before it,
+over windows of eight training lengths, as many of every document), the knee of the loss on books (docs/diagnose.md),
+and the share of passkeys told right, with keys that no model was trained on, as many of every depth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import farspan
+from farspan.data.documents import read_documents
+from farspan.data.passkey import Passkeys, held_out_key
+from farspan.data.windows import cut_windows
+from farspan.diagnosis.knees import Rule, find_knee
+from farspan.model.loss import token_losses
+from farspan.workflows.inspection import train_length
+
+SETS = ("books_val", "pg19_test_a", "math_test", "code_test")
+MARKS = (0.5, 1, 1.25, 1.5, 2, 4, 8)  # of the training length
+DEPTHS = 10
+
+
+def losses(model, tokenizer, text: Path, length: int, windows: int, batch: int) -> np.ndarray:
+    """Loss by position [length - 1], the mean over windows."""
+    ids = cut_windows(read_documents(text), tokenizer, length, windows).ids
+    total = torch.zeros(length - 1, dtype=torch.float64)
+    for rows in ids.split(batch):
+        total += token_losses(model, rows.to(model.device)).double().sum(0).cpu()
+    return (total / len(ids)).numpy()
+
+
+@torch.no_grad()
+def passkeys(model, tokenizer, length: int, keys: int, batch: int) -> float:
+    """The share of keys whose every token is the likeliest, given those before: what greedy decoding would say."""
+    maker, rng = Passkeys(tokenizer), np.random.default_rng(length)
+    rows = []
+    for depth in np.linspace(0, 1, DEPTHS):
+        rows += [maker.document(length, float(depth), held_out_key(rng)) for _ in range(keys)]
+    told = 0
+    answer = len(maker.answer(99_990))
+    for some in torch.tensor(rows).split(batch):
+        logits = model(some.to(model.device), logits_to_keep=answer + 1, use_cache=False).logits
+        told += (logits[:, :-1].argmax(-1).cpu() == some[:, -answer:]).all(1).sum().item()
+    return told / len(rows)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = farspan.load(name, device=device)
+    trained = train_length(model.config)
+    found: dict = {"model": name, "train_length": trained, "loss": {}, "passkey": {}, "knee": None}
+    for text in SETS:
+        length = round(trained * max(MARKS))
+        curve = losses(model, tokenizer, options.data / f"{text}.jsonl.xz", length, options.windows, options.batch)
+        found["loss"][text] = curve.round(4).tolist()
+    for mark in MARKS:
+        length = round(trained * mark)
+        found["passkey"][length] = passkeys(model, tokenizer, length, options.keys, options.batch)
+    books = np.array(found["loss"]["books_val"])
+    found["knee"] = find_knee(np.arange(1, len(books) + 1), books, trained, Rule(), rising=False)
+    return found
+
+
+def show(found: dict) -> None:
+    trained = found["train_length"]
+    marks = [round(trained * mark) for mark in MARKS]
+    print(f"\n{found['model']}, trained on {trained} tokens" + (f", knee at {found['knee']}" if found["knee"] else ""))
+    print("".join([f"{'':14}", *(f"{mark:>8}" for mark in marks)]))
+    for text, curve in found["loss"].items():
+        cells = [np.mean(curve[mark - trained // 4 - 1 : mark - 1]) for mark in marks]
+        print("".join([f"{text:14}", *(f"{cell:>8.3f}" for cell in cells)]), flush=True)
+    print("".join([f"{'passkey':14}", *(f"{found['passkey'][mark]:>8.2f}" for mark in marks)]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--data", type=Path, required=True, help="a folder with " + ", ".join(SETS))
+    parser.add_argument("--windows", type=int, default=24, help="of text, at most, in each set")
+    parser.add_argument("--keys", type=int, default=10, help="of each of 10 depths")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    table = []
+    for name in options.models:
+        table.append(measure(name, options))
+        show(table[-1])
+        if options.json:
+            options.json.write_text(json.dumps(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One loop for everything that learns: models, scales, and the laboratory's fleets."""

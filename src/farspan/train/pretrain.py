@@ -1,0 +1,452 @@
+"""Pretraining: a recipe becomes a tokenizer, packed data, a model, and a run of the loop."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from farspan.data.documents import Document, read_documents
+from farspan.data.mixture import Mixture, Source
+from farspan.data.passkey import Passkeys
+from farspan.data.shards import Shards, pack
+from farspan.data.tokens import fingerprint, train_tokenizer
+from farspan.errors import FarspanError
+from farspan.files import new_folder, read_tensors, weight_files, write_text
+from farspan.memory import out_of_memory
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.recipe import from_toml, to_toml
+from farspan.train import checkpoint
+from farspan.train.loop import Listener, Plan, train
+from farspan.train.optim import Optimization, optimizers
+from farspan.train.sharding import processes, shard
+from farspan.train.steps import Work
+
+RECIPE = "recipe.toml"
+SAMPLE = 100_000  # characters of a document that a tokenizer learns from
+Progress = Callable[[str, int], Callable[..., None]]
+
+
+def silent(label: str, steps: int) -> Callable[..., None]:
+    """A bar that nobody sees."""
+    return lambda *moved: None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """[model] A Llama with a choice of position encoding."""
+
+    position: str | tuple[str, ...] = "none"
+    layers: int = 8
+    width: int = 512
+    heads: int = 8
+    kv_heads: int = 0  # 0: as many as heads
+    ff: int = 1344
+    tied: bool = True
+    table: int = 0  # rows of a learned position table; those beyond the training length stay untrained
+    zero_outputs: bool = True  # what a layer adds to the stream starts at zero
+
+
+@dataclass(frozen=True)
+class Texts:
+    """[data.sources.NAME] Files by pattern inside the data folder, and their share of the rows."""
+
+    files: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Data:
+    """[data]"""
+
+    sources: dict[str, Texts]
+    folder: str = ""  # empty: $FARSPAN_DATA, else ./data
+    cache: str = ""  # of tokenizers and packed tokens; empty: $FARSPAN_CACHE, else ~/.cache/farspan
+    tokenizer: str = ""  # a folder with one; empty: train one on the data
+    vocabulary: int = 8192
+    tokenizer_megabytes: float = 40.0  # of text that the tokenizer learns from
+    passkey: float = 0.05  # share of rows that begin with a passkey document
+    inside: bool = False  # windows inside one document, instead of packed
+    processes: int = 0  # 0: one a core
+
+
+@dataclass(frozen=True)
+class Training:
+    """[train]"""
+
+    steps: int = 2300
+    length: int = 512
+    batch: int = 256  # rows of a step, over all processes
+    micro_batch: int = 256  # rows at once on one device
+    save_every: int = 500
+    keep_at: tuple[float, ...] = (0.2,)  # shares of the steps whose checkpoints stay
+    log_every: int = 10
+    precision: str = "auto"  # bf16 on a GPU, fp32 elsewhere
+    compile: str = "auto"  # yes on a GPU
+    parallel: str = "ddp"  # or fsdp
+    checkpoint_layers: bool = False  # compute activations again instead of keeping them
+    tensorboard: bool = False
+    dtype: str = "bfloat16"  # of the weights in the finished model
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """A recipe of `farspan pretrain`."""
+
+    data: Data
+    model: Shape = field(default_factory=Shape)
+    train: Training = field(default_factory=Training)
+    optimization: Optimization = field(default_factory=Optimization)
+    seed: int = 0
+    from_: str = ""  # a model folder of ours whose weights are the start
+    title: str = ""  # one line for people
+
+    def __post_init__(self):
+        choices = {
+            "train.precision": (self.train.precision, ("auto", "bf16", "fp32")),
+            "train.compile": (self.train.compile, ("auto", "yes", "no")),
+            "train.parallel": (self.train.parallel, ("ddp", "fsdp")),
+            "train.dtype": (self.train.dtype, ("bfloat16", "float32")),
+        }
+        for key, (value, allowed) in choices.items():
+            if value not in allowed:
+                raise FarspanError(f"{key} is {value!r}; choose one of {', '.join(allowed)}")
+        for key in ("steps", "length", "batch", "micro_batch", "save_every", "log_every"):
+            if getattr(self.train, key) < 1:
+                raise FarspanError(f"train.{key} is {getattr(self.train, key)}; give 1 or more")
+        if not 0 <= self.data.passkey <= 1:
+            raise FarspanError(f"data.passkey is {self.data.passkey:g}; it is a share of the rows, from 0 to 1")
+
+    @property
+    def plan(self) -> Plan:
+        steps = self.train.steps
+        keep = tuple(max(1, round(share * steps)) for share in self.train.keep_at)
+        return Plan(steps, self.seed, self.optimization, self.train.save_every, keep, self.train.log_every)
+
+    def config(self, vocabulary: int | None = None, end: int | None = None) -> FarspanConfig:
+        shape = self.model
+        return FarspanConfig(
+            vocab_size=vocabulary or self.data.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.ff,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads or shape.heads,
+            max_position_embeddings=self.train.length,
+            position=shape.position if isinstance(shape.position, str) else list(shape.position),
+            position_table=shape.table or None,
+            tie_word_embeddings=shape.tied,
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+
+
+# What may differ between a run and its resumption: where things lie and how the work is spread.
+FREE = (
+    *("title", "data.folder", "data.cache", "data.processes"),
+    *("train.micro_batch", "train.save_every", "train.log_every", "train.compile", "train.parallel"),
+    *("train.checkpoint_layers", "train.tensorboard", "train.dtype"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    tokenizer: PreTrainedTokenizerBase
+    mixture: Mixture
+    read: dict[str, Any]  # for the record: source -> documents, tokens, weight
+
+
+def prepare(recipe: Pretraining, progress: Progress = silent) -> Prepared:
+    """Tokenizer and packed data of a recipe, from the cache where they are there already.
+
+    With several processes the first one does the work and the others find it done.
+    """
+    files = {name: find_files(recipe.data, name) for name in recipe.data.sources}
+    cache = Path(recipe.data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
+    with processes().main_process_first():
+        tokenizer = _tokenizer(recipe.data, files, cache)
+        shards = {
+            name: _packed(name, paths, tokenizer, cache, recipe.data.processes or os.cpu_count() or 1, progress)
+            for name, paths in files.items()
+        }
+    sources = [Source(name, shards[name], texts.weight) for name, texts in recipe.data.sources.items()]
+    passkeys = Passkeys(tokenizer) if recipe.data.passkey else None
+    mixture = Mixture(
+        sources,
+        recipe.train.length,
+        recipe.seed,
+        inside=recipe.data.inside,
+        passkeys=passkeys,
+        passkey_share=recipe.data.passkey,
+    )
+    total = sum(source.weight for source in sources)
+    read = {
+        source.name: {
+            "files": [path.name for path in files[source.name]],
+            "documents": source.shards.documents,
+            "tokens": source.shards.tokens,
+            "share": source.weight / total,
+        }
+        for source in sources
+    }
+    return Prepared(tokenizer, mixture, read)
+
+
+def find_files(data: Data, source: str) -> list[Path]:
+    """The files of a source, sorted, from the data folder."""
+    folder = Path(data.folder or os.environ.get("FARSPAN_DATA", "data")).expanduser()
+    pattern = data.sources[source].files
+    found = sorted(Path(path) for path in glob.glob(str(folder / pattern)))
+    if not found:
+        raise FarspanError(
+            f"{folder} has no {pattern} for data.sources.{source}; say where the text lies with data.folder=PATH"
+        )
+    return found
+
+
+def _documents(paths: Sequence[Path]) -> Iterator[Document]:
+    for path in paths:
+        yield from read_documents(path)
+
+
+def _described(paths: Sequence[Path]) -> str:
+    """Names and sizes: what tells one corpus from another without reading it."""
+    files = [part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    return " ".join(f"{file.name}:{file.stat().st_size}" for file in files)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+def _tokenizer(data: Data, files: dict[str, list[Path]], cache: Path) -> PreTrainedTokenizerBase:
+    if data.tokenizer:
+        if not (Path(data.tokenizer) / "tokenizer.json").exists():
+            raise FarspanError(f"{data.tokenizer} holds no tokenizer.json; give a folder that holds a tokenizer")
+        return AutoTokenizer.from_pretrained(data.tokenizer)
+    shares = {name: texts.weight for name, texts in data.sources.items()}
+    corpus = [_described(paths) for paths in files.values()]
+    folder = cache / f"tokenizer-{data.vocabulary}-{_digest(corpus, shares, data.tokenizer_megabytes)}"
+    if not folder.exists():
+        made = train_tokenizer(_sample(data, files), data.vocabulary)
+        with new_folder(folder) as new:
+            made.save_pretrained(new)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _sample(data: Data, files: dict[str, list[Path]]) -> Iterator[str]:
+    """The beginnings of documents, each source by its share."""
+    total = sum(texts.weight for texts in data.sources.values())
+    for name, texts in data.sources.items():
+        left = int(data.tokenizer_megabytes * 1e6 * texts.weight / total)
+        for document in _documents(files[name]):
+            yield document.text[: min(left, SAMPLE)]
+            left -= min(len(document.text), SAMPLE)
+            if left <= 0:
+                break
+
+
+def _packed(
+    name: str, paths: list[Path], tokenizer: PreTrainedTokenizerBase, cache: Path, processes: int, progress: Progress
+) -> Shards:
+    source = _described(paths)
+    folder = cache / f"{name}-{_digest(source, fingerprint(tokenizer))}"
+    advance = progress(f"pack {name}", 0)
+
+    def so_far(tokens: int) -> None:
+        advance(0, f"{tokens / 1e6:.1f}M tokens")
+
+    return pack(_documents(paths), tokenizer, folder, source=source, processes=processes, progress=so_far)
+
+
+def build(recipe: Pretraining, config: FarspanConfig) -> FarspanForCausalLM:
+    """The model at its start: fresh, or with another's weights."""
+    torch.manual_seed(recipe.seed)
+    model = FarspanForCausalLM(config)
+    if recipe.from_:
+        start = Path(recipe.from_)
+        weights = {name: tensor for file in weight_files(start) for name, tensor in read_tensors(file).items()}
+        if not weights:
+            raise FarspanError(f"from={recipe.from_} holds no weights; give a model folder that farspan wrote")
+        checkpoint.fit(weights, dict(model.named_parameters()), start)
+    elif recipe.model.zero_outputs:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
+    return model
+
+
+class NextToken(nn.Module):
+    """The mean loss of a batch of rows: each token predicted from those before it."""
+
+    def __init__(self, model: FarspanForCausalLM, precision: torch.dtype | None, compiled: bool):
+        super().__init__()
+        self.model, self.precision = model, precision
+        self.head_loss = torch.compile(head_loss, dynamic=False) if compiled else head_loss
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        # cuDNN's attention is the fastest on Hopper; where it cannot run, the next one does.
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with (
+            torch.autocast(rows.device.type, self.precision, enabled=self.precision is not None),
+            sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True),
+        ):
+            hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+            return self.head_loss(hidden, self.model.lm_head.weight, rows[:, 1:])
+
+
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of hidden states [B, T, d] against tokens [B, T], in float32 from the logits on."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def pretrain(
+    recipe: Pretraining,
+    run: Path,
+    *,
+    prepared: Prepared | None = None,
+    progress: Progress = silent,
+    listen: Listener = lambda moment: None,
+) -> tuple[FarspanForCausalLM, Prepared, list[dict[str, Any]]]:
+    """Train, or go on training, what the recipe says in the folder `run`; returns model, data and metrics."""
+    state = processes()
+    refuse_another(recipe, run)
+    prepared = prepared or prepare(recipe, progress)
+    if state.is_main_process and not (run / RECIPE).exists():
+        write_text(run / RECIPE, to_toml(recipe))
+    config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
+    model = build(recipe, config).to(state.device)
+    work = pretraining(recipe, model, prepared)
+    try:
+        metrics = train(work, recipe.plan, run, listen)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise FarspanError(
+            f"out of memory with {recipe.train.micro_batch} rows at once; give the same command with "
+            f"train.micro_batch={max(1, recipe.train.micro_batch // 2)}"
+        ) from error
+    return model, prepared, metrics
+
+
+def pretraining(recipe: Pretraining, model: FarspanForCausalLM, prepared: Prepared) -> Work:
+    """The work of the loop: a model, its optimizers, and this process's rows of every step."""
+    state = processes()
+    on_gpu = state.device.type == "cuda"
+    how = recipe.train
+    precision = torch.bfloat16 if how.precision == "bf16" or (how.precision == "auto" and on_gpu) else None
+    if on_gpu:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if how.checkpoint_layers:
+        model.gradient_checkpointing_enable()
+    model.train()
+    module: nn.Module = NextToken(model, precision, how.compile == "yes" or (how.compile == "auto" and on_gpu))
+    if state.num_processes > 1:
+        module = _spread(module, model, how.parallel)
+    elif how.parallel == "fsdp":
+        raise FarspanError("train.parallel=fsdp needs several processes; start it with torchrun --nproc-per-node=N")
+    rows, count = shares(how, state.num_processes)
+    first = state.process_index * rows * count
+    mixture = prepared.mixture
+
+    def batches(step: int) -> list[Tensor]:
+        start = step * how.batch + first
+        mine = [mixture.rows(start + number * rows, rows) for number in range(count)]
+        return [(each.pin_memory() if on_gpu else each).to(state.device, non_blocking=True) for each in mine]
+
+    def beside(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        prepared.tokenizer.save_pretrained(folder)
+
+    return Work(
+        module,
+        dict(model.named_parameters()),
+        optimizers(model, recipe.optimization),
+        batches,
+        tokens=how.batch * how.length,
+        flops=flops_per_token(model.config, how.length),
+        recorded=on_gpu and state.num_processes == 1,
+        beside=beside,
+    )
+
+
+def _spread(module: nn.Module, model: FarspanForCausalLM, parallel: str) -> nn.Module:
+    if parallel == "fsdp":
+        return shard(module, model.model.layers)
+    from accelerate import Accelerator
+
+    return Accelerator().prepare_model(module)
+
+
+def shares(how: Training, processes: int) -> tuple[int, int]:
+    """Rows of a micro batch and micro batches of a step, for each process."""
+    mine, rest = divmod(how.batch, processes)
+    if rest:
+        raise FarspanError(f"a batch of {how.batch} rows cannot be shared by {processes} processes; change train.batch")
+    rows = min(how.micro_batch, mine)
+    if mine % rows:
+        raise FarspanError(
+            f"{mine} rows a process are no multiple of train.micro_batch={rows}; choose a divisor of {mine}"
+        )
+    return rows, mine // rows
+
+
+def flops_per_token(config: FarspanConfig, length: int) -> float:
+    """Forward and backward: 6 for every weight that a token is multiplied with, and causal attention."""
+    weights = matrix_weights(config)
+    heads = config.num_attention_heads * config.head_dim
+    return 6.0 * weights + 6.0 * config.num_hidden_layers * heads * length
+
+
+def matrix_weights(config: FarspanConfig) -> int:
+    """The weights of all matrix products, the head's among them."""
+    width = config.hidden_size
+    attention = 2 * width * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    mlp = (3 if config.mlp == "swiglu" else 2) * width * config.intermediate_size
+    return config.num_hidden_layers * (attention + mlp) + config.vocab_size * width
+
+
+def refuse_another(recipe: Pretraining, run: Path) -> None:
+    """A folder is free or holds a run of this very recipe."""
+    file = run / RECIPE
+    if file.exists():
+        other = from_toml(Pretraining, file.read_text(encoding="utf-8"))
+        key = first_difference(other, recipe)
+        if key:
+            name, there, here = key
+            raise FarspanError(
+                f"{run} holds another run: {name} is {there!r} there and {here!r} here; choose another folder with -o"
+            )
+        return
+    if run.exists() and any(path.name[0] != "." for path in run.iterdir()):  # a killed run's litter is nobody's
+        raise FarspanError(f"{run} is not empty and holds no run of farspan's; choose another folder with -o")
+
+
+def first_difference(one: object, other: object, prefix: str = "") -> tuple[str, object, object] | None:
+    """The first key in which two recipes differ, those aside that may, with both values."""
+    for name, value in vars(one).items():
+        key, second = f"{prefix}{name.rstrip('_')}", getattr(other, name)
+        if key in FREE or value == second:
+            continue
+        if hasattr(value, "__dataclass_fields__"):
+            deeper = first_difference(value, second, f"{key}.")
+            if deeper:
+                return deeper
+            continue
+        return key, value, second
+    return None
