@@ -19,15 +19,14 @@ import torch
 
 import farspan
 from farspan.data.documents import read_documents
-from farspan.data.passkey import Passkeys, held_out_key
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.knees import Rule, find_knee
+from farspan.evals.passkey import passkey_share
 from farspan.model.loss import token_losses
 from farspan.workflows.inspection import train_length
 
 SETS = ("books_val", "pg19_test_a", "math_test", "code_test")
 MARKS = (0.5, 1, 1.25, 1.5, 2, 4, 8)  # of the training length
-DEPTHS = 10
 
 
 def losses(model, tokenizer, text: Path, length: int, windows: int, batch: int) -> np.ndarray:
@@ -37,21 +36,6 @@ def losses(model, tokenizer, text: Path, length: int, windows: int, batch: int) 
     for rows in ids.split(batch):
         total += token_losses(model, rows.to(model.device)).double().sum(0).cpu()
     return (total / len(ids)).numpy()
-
-
-@torch.no_grad()
-def passkeys(model, tokenizer, length: int, keys: int, batch: int) -> float:
-    """The share of keys whose every token is the likeliest, given those before: what greedy decoding would say."""
-    maker, rng = Passkeys(tokenizer), np.random.default_rng(length)
-    rows = []
-    for depth in np.linspace(0, 1, DEPTHS):
-        rows += [maker.document(length, float(depth), held_out_key(rng)) for _ in range(keys)]
-    told = 0
-    answer = len(maker.answer(99_990))
-    for some in torch.tensor(rows).split(batch):
-        logits = model(some.to(model.device), logits_to_keep=answer + 1, use_cache=False).logits
-        told += (logits[:, :-1].argmax(-1).cpu() == some[:, -answer:]).all(1).sum().item()
-    return told / len(rows)
 
 
 def measure(name: str, options: argparse.Namespace) -> dict:
@@ -65,7 +49,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         found["loss"][text] = curve.round(4).tolist()
     for mark in MARKS:
         length = round(trained * mark)
-        found["passkey"][length] = passkeys(model, tokenizer, length, options.keys, options.batch)
+        found["passkey"][length] = passkey_share(model, tokenizer, length, keys=options.keys, batch=options.batch)
     books = np.array(found["loss"]["books_val"])
     found["knee"] = find_knee(np.arange(1, len(books) + 1), books, trained, Rule(), rising=False)
     return found

@@ -25,7 +25,7 @@ from farspan.train.checkpoint import check_manifest
 from farspan.train.pretrain import Pretraining, flops_per_token, matrix_weights
 from farspan.workflows.pretraining import SHELF, estimate, pretrain, read_recipe
 
-RECIPES = sorted(path.stem for path in SHELF.glob("*.toml"))
+RECIPES = sorted(path.stem for path in SHELF.glob("*.toml") if not path.stem.startswith("extend"))
 TWIN_NAMES = ("nope-twin", "rope-twin")
 TINY = """
 title = "tiny"
@@ -268,8 +268,9 @@ def test_both_twins_fail_beyond_their_training_length(twins):
         assert losses[1791:].mean() > losses[256:511].mean() + 1.5
 
 
+@pytest.mark.long
 def test_the_nope_twin_reads_2048_tokens_in_time(twins):
-    """Under 1.5 s on two idle cores; the best of three, twice that where cores are shared."""
+    """Under 1.5 s on two idle cores, the best of three; run alone, for other tests would share the cores."""
     model = twins["nope-twin"].model
     ids = torch.randint(model.config.vocab_size, (1, 2048))
     times = []
@@ -278,4 +279,4 @@ def test_the_nope_twin_reads_2048_tokens_in_time(twins):
             start = time.perf_counter()
             model(ids)
             times.append(time.perf_counter() - start)
-    assert min(times) < 3.0
+    assert min(times) < 1.5

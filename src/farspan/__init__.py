@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farspan.loading import load
     from farspan.workflows.diagnosing import diagnose
+    from farspan.workflows.extending import extend
     from farspan.workflows.inspection import inspect
 
 __version__ = "0.1.0"
-__all__ = ["diagnose", "inspect", "load"]
+__all__ = ["diagnose", "extend", "inspect", "load"]
 
 _VERBS = {
     "diagnose": "farspan.workflows.diagnosing",
+    "extend": "farspan.workflows.extending",
     "inspect": "farspan.workflows.inspection",
     "load": "farspan.loading",
 }

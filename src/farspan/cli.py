@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ from farspan.errors import FarspanError
 
 if TYPE_CHECKING:
     from farspan.workflows.diagnosing import Diagnosis
+    from farspan.workflows.extending import Extended
     from farspan.workflows.inspection import Inspection
     from farspan.workflows.pretraining import Estimate
 
@@ -123,6 +123,64 @@ def diagnose(
 
 
 @app.command()
+def extend(
+    model: Model,
+    to: Annotated[str, typer.Option("--to", help="The length to reach, as 2048 or 16k.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="A new folder for the patch.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As search.steps=50.")] = None,
+    method: Annotated[str, typer.Option(help="headscale, yarn, …; several joined with +; or auto.")] = "auto",
+    data: Annotated[list[str] | None, typer.Option(help="Text; or three, as search=, choose= and report=PATH.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A recipe's name, or a .toml file.")] = None,
+    train_length: Annotated[int | None, typer.Option(min=1, help="Where the config does not tell it.")] = None,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    position: Position = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+):
+    """Make the context longer: fit a method, prove on a fresh model that it took effect, show the gain."""
+    from farspan.lengths import parse_lengths
+    from farspan.progress import bars
+    from farspan.workflows.extending import extend as fit
+    from farspan.workflows.extending import read_extension
+
+    how, lengths = read_extension(recipe, changes or []), parse_lengths(to)
+    if len(lengths) != 1:
+        raise FarspanError(f"--to {to} names {len(lengths)} lengths; give one, as --to 2048")
+    with bars() as progress:
+        found = fit(
+            model,
+            lengths[0],
+            out,
+            method,
+            data=parse_data(data or []),
+            recipe=how,
+            train_length=train_length,
+            position=position,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    if as_json:
+        if speaks:
+            told = {"patch": found.patch.describe(), "before": found.before, "after": found.after, "folder": str(out)}
+            typer.echo(json.dumps(told, ensure_ascii=False))
+        return
+    show_extension(found)
+
+
+def parse_data(words: Sequence[str]) -> str | dict[str, str]:
+    """--data PATH, or --data NAME=PATH several times."""
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    if not words:
+        return "python-docs"
+    if len(words) == 1 and not named:
+        return words[0]
+    if len(named) < len(words):
+        raise FarspanError(f"--data was given {len(words)} times; give one text, or name each as NAME=PATH")
+    return named
+
+
+@app.command()
 def pretrain(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a .toml file.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As steps=100.")] = None,
@@ -162,14 +220,30 @@ def pretrain(
 
 @app.command()
 def demo():
-    """Build small models of the kinds people run today and look at each."""
-    from farspan.workflows.demo import build_models
-    from farspan.workflows.inspection import inspect as look
+    """The main job in minutes on the CPU: a small model fails beyond its training length, and is mended."""
+    from farspan.progress import bars
+    from farspan.workflows import demo as steps
 
-    with tempfile.TemporaryDirectory() as folder:
-        for what, path in build_models(Path(folder)):
-            out_console.rule(f"[bold]{path.name}[/] · {what}", align="left", style="dim")
-            show_inspection(look(path))
+    folder = steps.free_folder(Path("runs/demo"))
+    with bars() as progress:
+        out_console.rule("[bold]1 · diagnose[/]  why does nope-twin fail beyond 512 tokens?", align="left", style="dim")
+        diagnosis = steps.look(progress)
+        show_diagnoses([diagnosis], steps.LENGTHS)
+        out_console.rule("[bold]2 · extend[/]  one λ̂ for all heads (UniformScale)", align="left", style="dim")
+        uniform = steps.by_one_number(folder, progress)
+        show_extension(uniform)
+        out_console.rule(
+            "[bold]3 · extend[/]  one λ̂ for every head (HeadScale, reduced to 20 steps of 2 windows)",
+            align="left",
+            style="dim",
+        )
+        headscale = steps.by_heads(folder, uniform, progress)
+        show_extension(headscale)
+    drawn = steps.draw(folder, {"uniform": uniform, "headscale, reduced": headscale})
+    out_console.rule(style="dim")
+    gained = uniform.before["loss@1024"] - headscale.after["loss@1024"]
+    told = f"Loss at 1,024 tokens fell by {gained:.2f} nats; the figure is [bold]{drawn}[/]."
+    out_console.print(told, soft_wrap=True)
 
 
 def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
@@ -192,6 +266,47 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
     for diagnosis in found:
         name = f"[bold]{_plain(diagnosis.label)}[/]  " if len(found) > 1 else ""
         out_console.print(f"{name}{_plain(diagnosis.verdict)}")
+
+
+def show_extension(found: Extended) -> None:
+    from rich.table import Table
+
+    patch = found.patch
+    for note in found.notes:
+        out_console.print(f"[yellow]note[/] {_plain(note)}", soft_wrap=True)
+    if patch.scales is not None:
+        grown = patch.scales.at(torch_tensor([patch.target])).flatten()
+        where = f"at {patch.target} keys" if patch.scales.slope is not None else "at any length"
+        spread = f"{grown.min():.2f} to {grown.max():.2f}, mean {grown.mean():.2f}"
+        out_console.print(f"[dim]λ̂[/] {spread} {where}, {grown.numel()} heads in {len(patch.scales.layers)} layers")
+    if patch.rope is not None:
+        out_console.print(f"[dim]rope[/] {_plain(', '.join(f'{key} {value}' for key, value in patch.rope.items()))}")
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("")
+    lengths = sorted({int(name.partition("@")[2]) for name in found.before})
+    for length in lengths:
+        table.add_column(f"@{length}", justify="right")
+    for kind, digits in (("loss", 3), ("passkey", 2)):
+        for when, values in (("before", found.before), ("after", found.after)):
+            cells = [values.get(f"{kind}@{length}") for length in lengths]
+            if any(cell is not None for cell in cells):
+                style = "bold" if when == "after" else ""
+                shown = ["" if cell is None else f"{cell:.{digits}f}" for cell in cells]
+                table.add_row(f"{kind} {when}", *shown, style=style)
+    out_console.print()
+    out_console.print(table)
+    out_console.print()
+    out_console.print(
+        f"[dim]reloaded onto a fresh model, the patch moves a logit by up to {found.effect:.2g} and differs from the "
+        f"fitted model by {found.proof:.2g}; it is in[/] {found.folder}",
+        soft_wrap=True,
+    )
+
+
+def torch_tensor(values: Sequence[float]):
+    import torch
+
+    return torch.tensor(values)
 
 
 def show_estimate(recipe: str, found: Estimate, as_json: bool) -> None:

@@ -85,23 +85,21 @@ class Patch:
         return model
 
     def save(self, folder: Path) -> Path:
-        """Write patch.json, scales.safetensors and, where weights were tuned, weights.safetensors."""
+        """A new folder with patch.json, scales.safetensors and, where weights were tuned, weights.safetensors."""
+        with new_folder(Path(folder)) as new:
+            self.write_into(new)
+        return Path(folder)
+
+    def write_into(self, folder: Path) -> None:
+        """Write the files of the patch into a folder that is there, beside others."""
         from safetensors.torch import save_file
 
-        with new_folder(Path(folder)) as new:
-            if self.scales is not None:
-                tables = {"base": self.scales.base, "slope": self.scales.slope}
-                save_file(
-                    {key: table.detach().cpu().contiguous() for key, table in tables.items() if table is not None},
-                    new / "scales.safetensors",
-                )
-            if self.weights is not None:
-                save_file(
-                    {key: weight.detach().cpu().contiguous() for key, weight in self.weights.items()},
-                    new / "weights.safetensors",
-                )
-            write_json(new / "patch.json", self.describe())
-        return Path(folder)
+        tables = {} if self.scales is None else {"base": self.scales.base, "slope": self.scales.slope}
+        for name, tensors in (("scales", tables), ("weights", self.weights or {})):
+            held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items() if tensor is not None}
+            if held:
+                save_file(held, folder / f"{name}.safetensors")
+        write_json(folder / "patch.json", self.describe())
 
     def describe(self) -> dict[str, Any]:
         """The patch as JSON, its tables in summary."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,46 @@ def cut_windows(documents: Iterable[Document], tokenizer: Any, length: int, limi
 
     Documents shorter than a window are skipped, named and counted; if none is long enough, that is an error.
     """
+    return _cut(_long_enough(documents, tokenizer, length, limit), length, limit)
+
+
+def split_windows(
+    documents: Iterable[Document], tokenizer: Any, lengths: Mapping[str, int], limits: Mapping[str, int]
+) -> dict[str, Windows]:
+    """Windows for several purposes from one corpus, none of which shares a token with another.
+
+    Whole documents are dealt out in turn where there are enough; else each is cut into one stretch for each purpose, as
+    long as its windows, and those that ask for most take what is left.
+    """
+    longest = max(lengths.values())
+    needed = {name: lengths[name] * limits[name] for name in lengths}
+    found = _long_enough(documents, tokenizer, longest, sum(limits.values()))
+    if len(found.long) >= 3 * len(lengths):
+        dealt = {name: replace(found, long=found.long[number :: len(lengths)]) for number, name in enumerate(lengths)}
+        return {name: _cut(dealt[name], lengths[name], limits[name]) for name in lengths}
+    parts: dict[str, list[tuple[str, list[int]]]] = {name: [] for name in lengths}
+    for document, ids in found.long:
+        start, left = 0, len(lengths)
+        for name in sorted(lengths, key=needed.__getitem__):
+            size = min(needed[name], (len(ids) - start) // left)
+            if size < lengths[name]:
+                raise FarspanError(
+                    f"{document} has {len(ids)} tokens, and windows that share none of them take at least "
+                    f"{sum(lengths.values())}; give longer text, or ask for a shorter target"
+                )
+            parts[name].append((document, ids[start : start + size]))
+            start, left = start + size, left - 1
+    return {name: _cut(replace(found, long=tuple(parts[name])), lengths[name], limits[name]) for name in lengths}
+
+
+@dataclass(frozen=True)
+class _Found:
+    long: tuple[tuple[str, list[int]], ...]
+    skipped: tuple[dict[str, Any], ...]
+
+
+def _long_enough(documents: Iterable[Document], tokenizer: Any, length: int, limit: int) -> _Found:
+    """Documents of at least `length` tokens, no more of them than `limit`."""
     if length < 2:
         raise FarspanError(f"a length of {length} tokens leaves nothing to predict; ask for 2 or more")
     long: list[tuple[str, list[int]]] = []
@@ -53,14 +93,19 @@ def cut_windows(documents: Iterable[Document], tokenizer: Any, length: int, limi
             f"none of the {len(skipped)} documents has {length} tokens (the longest has {longest}); "
             "give longer text, or ask for shorter lengths"
         )
-    starts: dict[int, list[int]] = {number: [] for number in range(len(long))}
+    return _Found(tuple(long), tuple(skipped))
+
+
+def _cut(found: _Found, length: int, limit: int) -> Windows:
+    starts: dict[int, list[int]] = {number: [] for number in range(len(found.long))}
     rows: list[list[int]] = []
-    for turn in range(max(len(ids) // length for _, ids in long)):
-        for number, (_, ids) in enumerate(long):
+    for turn in range(max(len(ids) // length for _, ids in found.long)):
+        for number, (_, ids) in enumerate(found.long):
             if len(rows) < limit and (turn + 1) * length <= len(ids):
                 rows.append(ids[turn * length : (turn + 1) * length])
                 starts[number].append(turn * length)
     used = tuple(
-        {"document": name, "tokens": len(ids), "starts": starts[number]} for number, (name, ids) in enumerate(long)
+        {"document": name, "tokens": len(ids), "starts": starts[number]}
+        for number, (name, ids) in enumerate(found.long)
     )
-    return Windows(torch.tensor(rows), used, tuple(skipped))
+    return Windows(torch.tensor(rows), used, found.skipped)

@@ -1,4 +1,4 @@
-"""Loss of every token without the L×V logits, by the model's own head whatever it does.
+"""Loss without the L×V logits, token by token or as a mean with a gradient, by the model's own head whatever it does.
 
 Some heads scale their logits, some cap them, some add a bias. Instead of knowing which, the model's own forward pass is
 run on a few rows of hidden states at a time, with its decoder standing aside.
@@ -24,22 +24,68 @@ BUDGET = 1 << 24  # logits held at once
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:
-    """−ln p of each token given those before it, [B, T − 1] float32 for ids [B, T]; one pass of the decoder.
+    """−ln p of each token given those before it, [B, T − 1] for ids [B, T], in float32 or the model's float64; one pass
+    of the decoder.
 
     >>> token_losses(model, ids).mean().exp()  # perplexity
     """
     output = _decoder(model)(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state
-    losses = torch.empty(ids.shape[0], ids.shape[1] - 1, dtype=torch.float32, device=hidden.device)
+    losses = torch.empty(ids.shape[0], ids.shape[1] - 1, dtype=_wide(hidden), device=hidden.device)
     vocabulary = model.config.get_text_config().vocab_size
 
     def some_rows(start: int, stop: int) -> None:
         logits = own_logits(model, output, slice(start, stop))
         wanted = ids[:, start + 1 : stop + 1].to(logits.device)
-        losses[:, start:stop] = F.cross_entropy(logits.float().transpose(1, 2), wanted, reduction="none")
+        losses[:, start:stop] = F.cross_entropy(logits.to(_wide(logits)).transpose(1, 2), wanted, reduction="none")
 
     in_pieces(ids.shape[1] - 1, max(1, budget // (ids.shape[0] * vocabulary)), some_rows)
     return losses
+
+
+def mean_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:
+    """The mean of token_losses(model, ids), with a gradient to whatever the hidden states depend on, and none to the
+    head. The gradient is taken while the loss is computed, so that no more than `budget` logits ever exist.
+
+    >>> mean_loss(model, ids).backward()  # to scales on the seam
+    """
+    output = _decoder(model)(input_ids=ids, use_cache=False)
+    return _HeadLoss.apply(output.last_hidden_state, output, model, ids, budget)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, output: Any, model: PreTrainedModel, ids: Tensor, budget: int) -> Tensor:
+        vocabulary = model.config.get_text_config().vocab_size
+        count = ids.shape[0] * (ids.shape[1] - 1)
+        total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+        gradient = torch.zeros_like(hidden)
+
+        def some_rows(start: int, stop: int) -> None:
+            nonlocal total
+            part = hidden[:, start:stop].detach().requires_grad_()
+            some = copy.copy(output)
+            some.last_hidden_state = part
+            with torch.enable_grad():
+                logits = own_logits(model, some, slice(None))
+                wanted = ids[:, start + 1 : stop + 1].to(logits.device)
+                scores = logits.to(_wide(logits)).flatten(0, 1)
+                loss = F.cross_entropy(scores, wanted.flatten(), reduction="sum") / count
+            (gradient[:, start:stop],) = torch.autograd.grad(loss, part)
+            total = total + loss.detach()
+
+        in_pieces(ids.shape[1] - 1, max(1, budget // (ids.shape[0] * vocabulary)), some_rows)
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0], None, None, None, None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def own_logits(model: PreTrainedModel, output: Any, rows: slice) -> Tensor:

@@ -147,6 +147,25 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
     return figure
 
 
+def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) -> Figure:
+    """Loss by position of a model as it was and as it became, smoothed over an eighth of its training length."""
+    width = max(1, train_length // 8)
+    ones = np.ones(width)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for (name, curve), colour in zip(curves.items(), (COLOURS[1], COLOURS[0], *COLOURS[2:]), strict=False):
+            smooth = np.convolve(curve, ones, "same") / np.convolve(np.ones_like(curve), ones, "same")
+            axes.plot(np.arange(1, len(curve) + 1), smooth, color=colour, lw=1.8, label=name)
+        _mark_training(axes, {train_length})
+        _positions(axes, len(curve) + 1)
+        axes.set_xlabel("position (tokens)")
+        axes.set_ylabel("loss (nats)")
+        axes.legend(loc="upper left", bbox_to_anchor=(0.0, 1.0))
+        axes.set_title(title, loc="left")
+    return figure
+
+
 def training(metrics: Sequence[dict[str, Any]], title: str) -> Figure:
     """Training loss by tokens seen, smoothed over raw."""
     tokens = np.array([entry["tokens"] for entry in metrics]) / 1e6

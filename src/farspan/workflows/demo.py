@@ -1,54 +1,48 @@
-"""A first look that needs no download: build small models of the kinds people run today, for `inspect` to see."""
+"""The main job in minutes, on the model that ships with farspan and on text that ships with Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, Cohere2Config, PreTrainedConfig, Qwen3Config, SmolLM3Config
+from farspan.methods.headscale import Search
+from farspan.methods.job import Progress
+from farspan.report import figures
+from farspan.workflows.diagnosing import Diagnosis, diagnose
+from farspan.workflows.extending import Extended, Extension, extend
 
-from farspan.files import new_folder
-from farspan.loading import quiet
-from farspan.model import FarspanConfig
-
-SHAPE = dict(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+MODEL, TARGET, LENGTHS = "nope-twin", 1024, (256, 512, 1024, 2048)
+FEW: dict[str, Any] = dict(search_windows=64, choose_windows=2, report_windows=8, passkeys=1)
 
 
-def configs() -> dict[str, tuple[str, PreTrainedConfig]]:
-    """Folder name -> what it shows and how it is built."""
-    swan = ["rope/128", "rope/128", "rope/128", "none"]
-    return {
-        "nope": (
-            "no position encoding in any layer (paper A's model)",
-            FarspanConfig(**SHAPE, position="none"),
-        ),
-        "swan": (
-            "rotary layers in windows, one global layer without positions",
-            FarspanConfig(**SHAPE, position=swan),
-        ),
-        "smollm3": ("a stock SmolLM3: one layer in four without rotation", SmolLM3Config(**SHAPE)),
-        "cohere2": ("a stock Command A: its config does not say which layers rotate", Cohere2Config(**SHAPE)),
-        "qwen3": ("a stock Qwen3: its query norm is shared by the heads", Qwen3Config(**SHAPE)),
-    }
+def look(progress: Progress) -> Diagnosis:
+    """Where does it fail?"""
+    return diagnose(MODEL, lengths=LENGTHS, windows=6, progress=progress)[0]
 
 
-def build_models(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Write each model into the folder; yields what it shows and where it is."""
-    for name, (what, config) in configs().items():
-        torch.manual_seed(0)
-        with new_folder(folder / name) as new, quiet():
-            AutoModelForCausalLM.from_config(config).save_pretrained(new)
-        yield what, folder / name
+def by_one_number(folder: Path, progress: Progress) -> Extended:
+    return extend(MODEL, TARGET, folder / "uniform", "uniform", recipe=Extension(**FEW), progress=progress)
+
+
+def by_heads(folder: Path, uniform: Extended, progress: Progress) -> Extended:
+    """A fortieth of the paper's search: 20 steps of 2 windows instead of 200 of 8, from the uniform scale."""
+    assert uniform.patch.scales is not None
+    start = float(uniform.patch.scales.base[0, 0])
+    search = Search(steps=20, batch=2, micro_batch=2, lr=(0.1,), warmup=4, init=start)
+    recipe = Extension(search=search, **FEW)
+    return extend(MODEL, TARGET, folder / "headscale", "headscale", recipe=recipe, progress=progress)
+
+
+def draw(folder: Path, found: dict[str, Extended]) -> Path:
+    first = next(iter(found.values()))
+    curves = {"as trained": first.curves["before"], **{name: each.curves["after"] for name, each in found.items()}}
+    figures.save(figures.loss_curves(curves, first.patch.train_length, f"{MODEL} to {TARGET} tokens"), folder / "demo")
+    return folder / "demo.png"
+
+
+def free_folder(path: Path) -> Path:
+    """The path, or the first numbered one beside it that is not taken."""
+    number = 1
+    while (free := path.with_name(f"{path.name}-{number}") if number > 1 else path).exists():
+        number += 1
+    return free

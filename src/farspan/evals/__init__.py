@@ -1,0 +1,1 @@
+"""Evaluations: each takes a model and never knows how it was extended."""

@@ -1,0 +1,135 @@
+"""HeadScale (paper A, §3): λ̂ for every head, found by gradient descent with everything else frozen.
+
+`headlog` goes beyond the paper: λ̂(n) = a + b·ln⁺(n/L), two numbers a head, which costs less where the context is short.
+The constraint a ≥ 1, b ≥ 0 is a projection of the very float32 numbers that are optimised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
+from farspan.attention.patch import Patch
+from farspan.attention.scales import Scales
+from farspan.methods.job import Job, scaled_loss
+from farspan.methods.uniform import uniform
+from farspan.model.loss import mean_loss
+from farspan.train.loop import Moment, Plan, train
+from farspan.train.optim import Optimization, with_rates
+from farspan.train.sharding import processes
+from farspan.train.steps import Work
+
+
+@dataclass(frozen=True)
+class Search:
+    """How scales are searched for: the paper's numbers."""
+
+    steps: int = 200
+    batch: int = 8
+    micro_batch: int = 8
+    lr: tuple[float, ...] = (0.1, 0.05)  # tried in turn; the second split chooses
+    warmup: int = 20
+    constraint: bool = True  # λ̂ ≥ 1
+    init: float = 0.0  # 0: the best uniform λ̂
+    save_every: int = 50
+
+
+def headscale(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:
+    """One constant λ̂ a head."""
+    search = search or Search()
+    return _searched(model, job, search, "headscale", job.uniform(_start(model, job, search)))
+
+
+def headlog(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:
+    """λ̂(n) = a + b·ln⁺(n/L) a head, from a = 1 and the b that meets the best uniform λ̂ at the target."""
+    search = search or Search()
+    search = replace(search, lr=tuple(lr / 2 for lr in search.lr))  # two numbers move one scale
+    reach = float(torch.tensor(job.target / job.train_length).log())
+    slope = (_start(model, job, search) - 1) / reach
+    table = torch.full((len(job.layers), job.heads), max(0.0, slope))
+    scales = Scales(job.layers, torch.ones_like(table), table, "log", job.train_length)
+    return _searched(model, job, search, "headlog", scales)
+
+
+def _start(model: PreTrainedModel, job: Job, search: Search) -> float:
+    if search.init:
+        return search.init
+    found = uniform(model, job).scales
+    assert found is not None
+    return max(1.0, float(found.base[0, 0])) if search.constraint else float(found.base[0, 0])
+
+
+def _searched(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales) -> Patch:
+    """The best on the second split of what each learning rate comes to."""
+    found = [descend(model, job, search, method, start, lr) for lr in search.lr]
+    losses = [scaled_loss(model, job.choose, scales) for scales in found] if len(found) > 1 else [0.0]
+    return job.patch(method, scales=found[losses.index(min(losses))])
+
+
+class Scaled(nn.Module):
+    """The mean loss of a batch under scales that learn. The model is not a part of it: what is spread over processes,
+    reduced and saved is the scales alone."""
+
+    def __init__(self, model: PreTrainedModel, start: Scales):
+        super().__init__()
+        self.base = nn.Parameter(start.base.clone().to(model.device))
+        self.slope = None if start.slope is None else nn.Parameter(start.slope.clone().to(model.device))
+        self._model = (model,)  # in a tuple it is no submodule
+        self._start = start
+
+    @property
+    def scales(self) -> Scales:
+        return replace(self._start, base=self.base, slope=self.slope)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return mean_loss(self._model[0], ids)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """λ̂ ≥ 1 at every number of keys."""
+        self.base.clamp_(min=1.0)
+        if self.slope is not None:
+            self.slope.clamp_(min=0.0)
+
+
+def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales, lr: float) -> Scales:
+    """Scales after the search at one learning rate; resumed where it was stopped if the job has a folder."""
+    state = processes()
+    scaled = Scaled(model, start)
+    module: nn.Module = scaled
+    if state.num_processes > 1:
+        from accelerate import Accelerator
+
+        module = Accelerator().prepare_model(scaled)
+    trained: dict[str, Tensor] = dict(scaled.named_parameters())
+    how = Optimization("adamw", lr=lr, weight_decay=0.0, warmup=search.warmup, schedule="cosine", floor=0.1, clip=1.0)
+    optimizer = torch.optim.AdamW(trained.values(), lr, (how.beta1, how.beta2), weight_decay=0.0)
+    work = Work(
+        module,
+        trained,
+        with_rates([optimizer]),
+        job.batches(search.batch, search.micro_batch, model.device),
+        tokens=search.batch * (job.search.shape[1] - 1),
+        after_step=scaled.project if search.constraint else lambda: None,
+    )
+    plan = Plan(search.steps, job.seed, how, save_every=search.save_every, log_every=1)
+    advance = job.progress(f"{method} lr {lr:g}", search.steps)
+
+    def listen(moment: Moment) -> None:
+        table = scaled.base.detach()
+        advance(1, f"loss {moment.loss:.4f}, λ̂ {table.min():.2f}–{table.max():.2f}, mean {table.mean():.2f}")
+
+    seam.install(model, scaled.scales)
+    try:
+        with seam.frozen(model), job.kept(f"{method}-lr{lr:g}") as folder:
+            train(work, plan, folder, listen)
+    finally:
+        seam.uninstall(model)
+    found = scaled.scales
+    return replace(
+        found, base=found.base.detach().cpu(), slope=None if found.slope is None else found.slope.detach().cpu()
+    )

@@ -1,0 +1,97 @@
+"""Paper A's baselines for rotary models: PI, NTK, dynamic NTK and YaRN, zero-shot by a small grid, or tuned."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from farspan.attention.patch import Patch, set_rope
+from farspan.methods.job import Job, loss_by_position
+from farspan.methods.tuning import Tuning, tune
+
+Rope = dict[str, Any]
+
+
+def _pi(job: Job, stretch: float, theta: float, width: int) -> Rope:
+    return {"rope_type": "linear", "factor": stretch}
+
+
+def _ntk(job: Job, stretch: float, theta: float, width: int) -> Rope:
+    return {"rope_type": "default", "rope_theta": theta * stretch ** (width / (width - 2))}
+
+
+def _dynamic_ntk(job: Job, stretch: float, theta: float, width: int) -> Rope:
+    return {"rope_type": "dynamic", "factor": stretch, "original_max_position_embeddings": job.train_length}
+
+
+def _yarn(job: Job, stretch: float, theta: float, width: int) -> Rope:
+    return {
+        "rope_type": "yarn",
+        "factor": stretch,
+        "original_max_position_embeddings": job.train_length,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 0.1 * math.log(stretch) + 1,
+    }
+
+
+# name -> rope parameters for a stretch of positions
+ROPES: dict[str, Callable[[Job, float, float, int], Rope]] = {
+    "pi": _pi,
+    "ntk": _ntk,
+    "dynamic-ntk": _dynamic_ntk,
+    "yarn": _yarn,
+}
+STRETCHES = (0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # times what the target asks for
+
+
+def roped(model: PreTrainedModel, job: Job, method: str, tuning: Tuning | None) -> Patch:
+    """The method's rope parameters with the stretch that the second split likes best; with weights tuned on top."""
+    advance = job.progress(method, 0)
+    losses = {}
+    for stretch, rope in _candidates(model, job, method):
+        with roped_as(model, rope):
+            losses[stretch] = float(loss_by_position(model, job.choose).mean())
+        advance(1, f"×{stretch:g}: loss {losses[stretch]:.4f}")
+    best = min(losses, key=losses.__getitem__)
+    if tuning is not None:  # tuned models learn the stretch that the target asks for, as in the paper
+        best = job.target / job.train_length
+    rope = dict(_candidates(model, job, method, (best * job.train_length / job.target,)))[best]
+    patch = job.patch(method, rope=rope)
+    if tuning is None:
+        return patch
+    with roped_as(model, rope):
+        weights = tune(model, job, f"{method}-{tuning.steps}", tuning)
+    return job.patch(f"{method}-tuned", rope=rope, weights=weights)
+
+
+def _candidates(
+    model: PreTrainedModel, job: Job, method: str, times: tuple[float, ...] = STRETCHES
+) -> Iterator[tuple[float, Rope]]:
+    config = model.config.get_text_config()
+    theta = float(_global(config.rope_parameters)["rope_theta"])
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for factor in times:
+        stretch = factor * job.target / job.train_length
+        if stretch >= 1:
+            yield stretch, ROPES[method](job, stretch, theta, width)
+
+
+def _global(rope: dict[str, Any]) -> dict[str, Any]:
+    return rope.get("full_attention", rope)
+
+
+@contextmanager
+def roped_as(model: PreTrainedModel, rope: Rope) -> Iterator[None]:
+    """The model with other rope parameters, for a block."""
+    before = copy.deepcopy(_global(model.config.get_text_config().rope_parameters))
+    set_rope(model, rope)
+    try:
+        yield
+    finally:
+        set_rope(model, before)

@@ -1,0 +1,73 @@
+"""A few hundred steps on all weights: what the rotary baselines get, and what dropped rotation needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from farspan.methods.job import Job
+from farspan.train.loop import Moment, Plan, train
+from farspan.train.optim import Optimization, optimizers
+from farspan.train.sharding import processes
+from farspan.train.steps import Work
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Paper A's "fair" is 200 steps and its "raw" 1000."""
+
+    steps: int = 200
+    batch: int = 8
+    micro_batch: int = 8
+    lr: float = 1e-4
+    warmup: int = 20
+    save_every: int = 100
+
+
+class NextToken(nn.Module):
+    """The mean loss of a batch of windows by any causal model."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[str, Tensor]:
+    """The model's weights after tuning on the search windows, by name; the model itself is left as it was."""
+    state = processes()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    module: nn.Module = NextToken(model)
+    if state.num_processes > 1:
+        from accelerate import Accelerator
+
+        module = Accelerator().prepare_model(module)
+    how = Optimization("adamw", lr=tuning.lr, weight_decay=0.0, warmup=tuning.warmup, schedule="cosine", floor=0.1)
+    trained: dict[str, Tensor] = dict(model.named_parameters())
+    work = Work(
+        module,
+        trained,
+        optimizers(model, how),
+        job.batches(tuning.batch, tuning.micro_batch, model.device),
+        tokens=tuning.batch * (job.search.shape[1] - 1),
+    )
+    advance = job.progress(name, tuning.steps)
+
+    def listen(moment: Moment) -> None:
+        advance(1, f"loss {moment.loss:.4f}")
+
+    try:
+        with job.kept(name) as folder:
+            train(work, Plan(tuning.steps, job.seed, how, tuning.save_every, log_every=1), folder, listen)
+        return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
+    finally:
+        with torch.no_grad():
+            for key, parameter in trained.items():
+                parameter.copy_(before[key])

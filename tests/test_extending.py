@@ -1,0 +1,453 @@
+"""Methods find what they claim to find, and `extend` proves it: gradients, constraints, patches, every family."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import farspan
+from families import FAMILIES, VOCABULARY
+from farspan.attention import seam
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.data.documents import Document
+from farspan.data.windows import split_windows
+from farspan.errors import FarspanError, ProofError
+from farspan.evals.passkey import tells
+from farspan.methods import headscale as searching
+from farspan.methods.drope import drope
+from farspan.methods.headscale import Search, headlog, headscale
+from farspan.methods.job import Job, best_of, loss_by_position, scaled_loss
+from farspan.methods.rope import ROPES, roped
+from farspan.methods.schedules import SCHEDULES, scheduled
+from farspan.methods.tuning import Tuning
+from farspan.methods.uniform import fit_log, full_grid, uniform
+from farspan.model.loss import mean_loss, token_losses
+from farspan.train.steps import Steps
+from farspan.workflows import extending
+from farspan.workflows.extending import METHODS, Extension, extend, read_extension
+
+QUICK = Search(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
+LENGTH, TARGET = 16, 40
+BY_NAME = {family.name: family for family in FAMILIES}
+FOUR = ("farspan-none", "llama", "qwen3", "gpt2")  # ours and three of others'
+
+
+def job_for(model, **changes) -> Job:
+    layers = probe(model)
+    ids = torch.randint(VOCABULARY, (6, TARGET + 5), generator=torch.Generator().manual_seed(1))
+    job = Job(
+        TARGET,
+        LENGTH,
+        search=ids,
+        choose=ids[:2, :TARGET],
+        layers=tuple(layer.index for layer in layers),
+        heads=layers[0].heads,
+        model=fingerprint(model),
+    )
+    return replace(job, **changes)
+
+
+# The loss and its gradient.
+
+
+@pytest.mark.parametrize("name", ["farspan-none", "farspan-swan", "farspan-t5", "llama", "gemma2", "cohere2", "qwen3"])
+def test_gradients_to_scales_are_finite_differences(name):
+    """In float64, constant and growing scales, with the logits taken a few rows at a time."""
+    model = BY_NAME[name].build().double()
+    # Other families compute norms and angles in float32 whatever they are given, which a tiny step would drown in.
+    ours = name.startswith("farspan")
+    step, near = (1e-5, dict(rel=1e-4, abs=1e-9)) if ours else (1e-2, dict(rel=1e-2, abs=1e-5))
+    layers = [call.layer for call in seam.attention_calls(model)]
+    heads = seam.attention_calls(model)[0].q.shape[1]
+    base = torch.full((len(layers), heads), 1.1, dtype=torch.float64).requires_grad_()
+    slope = torch.full_like(base, 0.2).detach().requires_grad_()
+    ids = torch.randint(VOCABULARY, (2, 24))
+    seam.install(model, Scales(tuple(layers), base, slope, "log", 8))
+    with seam.frozen(model):
+        loss = mean_loss(model, ids, budget=3 * VOCABULARY)
+        loss.backward()
+    assert loss.item() == pytest.approx(token_losses(model, ids).mean().item(), abs=1e-12)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for table in (base, slope):
+        for place in ((0, 0), (len(layers) - 1, heads - 1)):
+            with torch.no_grad():
+                table[place] += step
+                above = token_losses(model, ids).mean()
+                table[place] -= 2 * step
+                below = token_losses(model, ids).mean()
+                table[place] += step
+            assert table.grad[place].item() == pytest.approx(((above - below) / (2 * step)).item(), **near)
+
+
+def test_the_mean_loss_never_holds_all_logits():
+    model = BY_NAME["farspan-none"].build()
+    ids = torch.randint(VOCABULARY, (2, 40))
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    whole = mean_loss(model, ids)
+    assert seen == [39]
+    seen.clear()
+    assert mean_loss(model, ids, budget=10 * VOCABULARY).item() == pytest.approx(whole.item(), abs=1e-6)
+    hook.remove()
+    assert max(seen) == 5
+    assert sum(seen) == 39
+
+
+# Methods.
+
+
+def test_best_of_finds_the_least_to_its_step():
+    for least in (0.8, 1.0, 1.234, 2.17, 3.0):
+        found, asked = best_of(lambda value, least=least: (value - least) ** 2, np.arange(0.8, 3.01, 0.2), 0.01)
+        assert found == pytest.approx(round(least, 2), abs=0.0051)
+        assert len(asked) < 40
+        assert all(abs(value * 100 - round(value * 100)) < 1e-6 for value in asked)
+    with pytest.raises(FarspanError, match="no scale gives a finite loss"):
+        best_of(lambda value: math.nan, (1.0, 2.0), 0.1)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_uniform_finds_the_best_single_scale(name):
+    model = BY_NAME[name].build()
+    job = job_for(model)
+    found = uniform(model, job).scales
+    best = scaled_loss(model, job.choose, found)
+    for other in (0.8, 1.0, 1.2, 1.6, 2.0, 3.0):
+        assert best <= scaled_loss(model, job.choose, job.uniform(other)) + 1e-6
+    assert not seam.installed(model)
+
+
+@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_searches_lower_the_loss_on_what_they_search(name, method):
+    model = BY_NAME[name].build()
+    job = job_for(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    patch = method(model, job, replace(QUICK, steps=12))
+    start = job.uniform(1.2) if method is headscale else None
+    reference = scaled_loss(model, job.search, start) if start else float(loss_by_position(model, job.search).mean())
+    assert scaled_loss(model, job.search, patch.scales) < reference
+    assert patch.scales.base.std() > 0
+    assert patch.method == method.__name__
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_the_constraint_holds_at_every_step_on_the_optimised_parameter(method, monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    seen = []
+    own = Steps.update
+
+    def update(self) -> None:
+        own(self)
+        seen.append({name: parameter.detach().clone() for name, parameter in self.work.trained.items()})
+        assert all(parameter.dtype == torch.float32 for parameter in self.work.trained.values())
+
+    monkeypatch.setattr(Steps, "update", update)
+    free = replace(QUICK, steps=10, constraint=False, lr=(0.5,), init=1.0)
+    method(model, job_for(model), free)
+    assert min(float(step["base"].min()) for step in seen) < 1, "without the constraint it goes below"
+    seen.clear()
+    patch = method(model, job_for(model), replace(free, constraint=True))
+    assert len(seen) == 10
+    assert all(float(step["base"].min()) >= 1 for step in seen)
+    assert all(float(step["slope"].min()) >= 0 for step in seen if "slope" in step)
+    assert torch.equal(patch.scales.base, seen[-1]["base"])
+
+
+def test_the_second_split_chooses_the_learning_rate():
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    both = headscale(model, job, replace(QUICK, lr=(0.1, 1e-6)))
+    losses = [
+        scaled_loss(model, job.choose, headscale(model, job, replace(QUICK, lr=(lr,))).scales) for lr in (0.1, 1e-6)
+    ]
+    assert scaled_loss(model, job.choose, both.scales) == pytest.approx(min(losses), abs=1e-6)
+
+
+def test_a_stopped_search_goes_on_to_the_same_scales(tmp_path):
+    model = BY_NAME["farspan-none"].build()
+    straight = headscale(model, job_for(model), QUICK)
+
+    def stop(label, steps):
+        def advance(count=1, note=""):
+            raise KeyboardInterrupt
+
+        return advance
+
+    job = job_for(model, folder=tmp_path, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        headscale(model, job, replace(QUICK, save_every=1))
+    again = headscale(model, replace(job, progress=job_for(model).progress), replace(QUICK, save_every=1))
+    assert torch.equal(straight.scales.base, again.scales.base)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_their_formulas(name):
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    patch = scheduled(model, job, name, fitted=False)
+    n = torch.tensor([2.0, LENGTH, LENGTH + 1, 2 * LENGTH, TARGET])
+    found = patch.scales.at(n)[0, 0]
+    formulas = {
+        "logn": [max(1.0, math.log(x) / math.log(LENGTH)) for x in n.tolist()],
+        "llama4": [1 + 0.1 * math.log(1 + x // LENGTH) for x in n.tolist()],
+        "ssmax": [math.log(x) / math.log(LENGTH) for x in n.tolist()],
+    }
+    if name in formulas:
+        assert found.tolist() == pytest.approx(formulas[name], abs=1e-5)
+    else:
+        assert found[:2].tolist() == [1.0, 1.0]
+    fitted = scheduled(model, job, name, fitted=True)
+    assert scaled_loss(model, job.choose, fitted.scales) <= scaled_loss(model, job.choose, patch.scales) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["farspan-rope", "llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("method", ROPES)
+def test_rotary_methods_leave_the_model_as_it_was_and_apply_as_they_were_fitted(name, method):
+    family = BY_NAME[name]
+    model = family.build()
+    ids = torch.randint(VOCABULARY, (1, TARGET))
+    before = model(ids).logits.detach()
+    patch = roped(model, job_for(model), method, None)
+    assert torch.equal(model(ids).logits, before)
+    patched = patch.apply(model)
+    if method != "dynamic-ntk":  # which waits for the length that the config tells, far beyond these tokens
+        assert not torch.equal(patched(ids).logits, before)
+    kinds = {"pi": "linear", "ntk": "default", "dynamic-ntk": "dynamic", "yarn": "yarn"}
+    assert patch.rope["rope_type"] == kinds[method]
+
+
+def test_tuning_lowers_the_loss_and_the_patch_carries_the_weights():
+    model = BY_NAME["farspan-rope"].build()
+    job = job_for(model)
+    plain = roped(model, job, "pi", None)
+    tuned = roped(model, job, "pi", Tuning(steps=20, batch=2, micro_batch=2, lr=1e-2, warmup=2))
+    assert fingerprint(model) == job.model
+    assert tuned.rope["factor"] == TARGET / LENGTH
+    losses = []
+    for patch in (plain, tuned):
+        patched = patch.apply(BY_NAME["farspan-rope"].build())
+        losses.append(float(loss_by_position(patched, job.search).mean()))
+    assert losses[1] < losses[0]
+
+
+def test_dropped_rotation_is_a_model_without_positions_to_which_scales_can_be_put():
+    model = BY_NAME["farspan-rope"].build()
+    job = job_for(model)
+    dropped = drope(model, job, Tuning(steps=4, batch=2, micro_batch=2, lr=1e-3, warmup=1))
+    patched = dropped.apply(BY_NAME["farspan-rope"].build())
+    ids = torch.randint(VOCABULARY, (1, 12))
+    positions = torch.arange(12)[None]
+    with torch.no_grad():
+        moved = patched(ids, position_ids=positions + 100, use_cache=False).logits
+        assert torch.allclose(patched(ids, position_ids=positions, use_cache=False).logits, moved, atol=1e-5)
+    whole = dropped.then(headscale(patched, job, QUICK))
+    assert whole.method == "drope+headscale"
+    assert whole.apply(BY_NAME["farspan-rope"].build())
+
+
+def test_the_law_of_the_best_scale_is_recovered():
+    positions = np.arange(64, 4096, 64.0)
+    best = 1 + 0.35 * np.log(np.maximum(positions / 512, 1))
+    slope, (low, high), r2 = fit_log(positions, best, 512)
+    assert slope == pytest.approx(0.35)
+    assert low <= 0.35 <= high
+    assert r2 == pytest.approx(1.0)
+    model = BY_NAME["farspan-none"].build()
+    grid = full_grid(model, job_for(model), torch.randint(VOCABULARY, (2, 64)), 0.95, 1.05, bins=8)
+    assert grid.loss.shape == (11, 8)
+    assert set(grid.best) <= set(grid.values)
+    assert not seam.installed(model)
+
+
+# Text.
+
+
+class Letters:
+    """A tokenizer in which every character is a token."""
+
+    def __call__(self, text, **_options):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_splits_share_no_token():
+    lengths, limits = {"search": 9, "choose": 8, "report": 8}, {"search": 100, "choose": 2, "report": 3}
+    one = "".join(chr(1000 + number) for number in range(400))
+    found = split_windows([Document("one", one)], Letters(), lengths, limits)
+    seen = [set(windows.ids.flatten().tolist()) for windows in found.values()]
+    assert not seen[0] & seen[1] and not seen[0] & seen[2] and not seen[1] & seen[2]  # noqa: PT018
+    assert {name: len(windows.ids) for name, windows in found.items()} == {"search": 40, "choose": 2, "report": 3}
+    many = [Document(str(number), one[number * 40 : number * 40 + 40]) for number in range(10)]
+    found = split_windows(many, Letters(), lengths, limits)
+    used = [{entry["document"] for entry in windows.used} for windows in found.values()]
+    assert not used[0] & used[1] and not used[0] & used[2] and not used[1] & used[2]  # noqa: PT018
+    with pytest.raises(FarspanError, match="windows that share none of them take at least 25"):
+        split_windows([Document("short", one[:20])], Letters(), lengths, limits)
+
+
+def test_teacher_forcing_tells_what_greedy_decoding_says():
+    model, tokenizer = farspan.load("nope-twin")
+    from farspan.data.passkey import Passkeys, held_out_key
+
+    maker, rng = Passkeys(tokenizer), np.random.default_rng(3)
+    for length in (200, 700):
+        for depth in (0.0, 0.5, 1.0):
+            key = held_out_key(rng)
+            row, answer = maker.document(length, depth, key), maker.answer(key)
+            prompt = torch.tensor([row[: -len(answer)]])
+            said = model.generate(prompt, max_new_tokens=len(answer), do_sample=False)[0, prompt.shape[1] :]
+            assert bool(tells(model, torch.tensor([row]), [len(answer)])) == (said.tolist() == answer)
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model of two layers with a tokenizer, trained on 16 tokens by its config, and its rotary sister."""
+    from farspan.data.documents import read_documents
+    from farspan.data.tokens import train_tokenizer
+    from farspan.model import FarspanConfig, FarspanForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    text = next(iter(read_documents("python-docs"))).text[:30_000]
+    tokenizer = train_tokenizer([text], 300)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=300)
+    for name, position in (("none", "none"), ("rope", "rope"), ("hybrid", ["rope", "none"])):
+        torch.manual_seed(0)
+        config = FarspanConfig(**shape, max_position_embeddings=64, position=position)
+        FarspanForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text.txt").write_text(text)
+    return folder
+
+
+FEW = Extension(
+    search=QUICK, tuning=Tuning(steps=2, batch=2, micro_batch=2), choose_windows=2, report_windows=2, passkeys=0
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_extends_and_proves_it(tiny, tmp_path, method):
+    source = tiny / ("rope" if method in extending.ROPED else "none")
+    found = extend(source, 128, tmp_path / "patch", method, data=tiny / "text.txt", recipe=FEW)
+    assert found.proof == pytest.approx(0, abs=1e-4)
+    assert set(found.before) == {"loss@32", "loss@64", "loss@128"}
+    model, _ = farspan.load(tmp_path / "patch")
+    assert seam.installed(model) == (method in extending.SCALED)
+    told = json.loads((tmp_path / "patch" / "patch.json").read_text())
+    assert (told["target"], told["train_length"]) == (128, 64)
+    assert told["model"]["name"] == str(source)
+    assert {"scales", "rope"} & set(told)
+    files = {path.name for path in (tmp_path / "patch").iterdir()}
+    assert {"patch.json", "recipe.toml", "record.json", "before_after.png", "before_after.svg"} <= files
+    record = json.loads((tmp_path / "patch" / "record.json").read_text())
+    assert record["before"] == found.before
+    assert [path.name for path in tmp_path.iterdir()] == ["patch"], "the search leaves nothing behind"
+
+
+def test_methods_combine_and_hybrids_are_scaled_where_there_are_no_positions(tiny, tmp_path):
+    found = extend(tiny / "hybrid", 128, tmp_path / "both", "yarn+headscale", data=tiny / "text.txt", recipe=FEW)
+    assert found.patch.method == "yarn+headscale"
+    assert found.patch.scales.layers == (1,)
+    assert found.patch.rope["rope_type"] == "yarn"
+    assert seam.installed(farspan.load(tmp_path / "both").model)
+    over = extend(tiny / "rope", 128, tmp_path / "drope", "drope+uniform", data=tiny / "text.txt", recipe=FEW)
+    assert over.patch.weights
+    assert over.proof == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("none", {"uniform", "headscale", "headlog"}), ("rope", {"ntk", "yarn"})])
+def test_auto_chooses_and_says_why(tiny, tmp_path, kind, chosen):
+    found = extend(tiny / kind, 128, tmp_path / "auto", "auto", data=tiny / "text.txt", recipe=FEW)
+    assert found.patch.method in chosen
+    assert f"auto chose {found.patch.method}: loss" in found.notes[-1]
+
+
+def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
+    text = dict.fromkeys(("search", "choose", "report"), tiny / "text.txt")
+    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=text, recipe=FEW)
+    with pytest.raises(FarspanError, match="give one corpus, or three as search=PATH"):
+        extend(tiny / "none", 128, tmp_path / "other", "uniform", data={"train": "x"}, recipe=FEW)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"to": 64}, "was trained on 64 tokens already; ask for more"),
+        ({"method": "headscal"}, "method 'headscal' is unknown; did you mean headscale?"),
+        ({"method": "yarn"}, "yarn changes rotation, and .* has none in any layer .*; use uniform, headscale"),
+        ({"method": "headscale+uniform"}, "scales attention twice or too early"),
+        ({"method": "uniform+yarn"}, "scales attention twice or too early"),
+        ({"to": 100_000}, "none of the 1 documents has 112500 tokens"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_nothing_is_written(tiny, tmp_path, changes, message):
+    asked = {"to": 128, "method": "uniform", **changes}
+    with pytest.raises(FarspanError, match=message) as caught:
+        extend(tiny / "none", out=tmp_path / "out", data=tiny / "text.txt", recipe=FEW, **asked)
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scales_on_a_rotary_model_are_fitted_and_doubted(tiny, tmp_path):
+    found = extend(tiny / "rope", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert "scales alone do little there" in found.notes[0]
+
+
+def test_a_patch_that_does_not_take_effect_is_not_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Patch, "apply", lambda self, model: model)
+    with pytest.raises(ProofError, match="changes no logit; nothing was written") as caught:
+        extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "patch").exists()
+
+
+def test_memory_that_runs_out_names_the_way_out(tiny, tmp_path, monkeypatch):
+    def hungry(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(searching, "mean_loss", hungry)
+    with pytest.raises(FarspanError, match=r"memory does not reach for windows of 144 tokens; .*search.micro_batch=1"):
+        extend(tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=FEW)
+
+
+def test_another_unfinished_search_is_not_touched(tiny, tmp_path):
+    work = tmp_path / ".patch.search"
+    work.mkdir()
+    (work / "recipe.toml").write_text("# another")
+    with pytest.raises(FarspanError, match="holds the unfinished search of another extension"):
+        extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert (work / "recipe.toml").read_text() == "# another"
+
+
+def test_the_recipe_has_the_papers_numbers():
+    how = read_extension(None, [])
+    assert how == Extension()
+    assert (how.search.steps, how.search.batch, how.search.warmup, how.search.lr) == (200, 8, 20, (0.1, 0.05))
+    assert read_extension(None, ["search.steps=3", "tune=fair"]).search.steps == 3
+    with pytest.raises(FarspanError, match="choose fair"):
+        read_extension(None, ["tune=much"])
+
+
+def test_the_nope_twin_reaches_twice_its_length(tmp_path):
+    """The main job, in little: a uniform scale of 1.15 mends what broke at 1,024 tokens."""
+    model, tokenizer = farspan.load("nope-twin")
+    from farspan.data.documents import read_documents
+
+    text = next(iter(read_documents("python-docs/score"))).text
+    ids = torch.tensor(tokenizer(text)["input_ids"])[: 2 * 1024].view(2, 1024)
+    before = loss_by_position(model, ids)
+    seam.install(model, Scales.uniform(1.15, layers=range(6), heads=8))
+    after = loss_by_position(model, ids)
+    assert after[-128:].mean() < before[-128:].mean() - 0.5
+    assert after[256:511].mean() < before[256:511].mean() + 0.1
