@@ -79,7 +79,7 @@ def build(call: dict, device: str) -> Scores:
         torch.manual_seed(0)
         rule = AlibiBias(heads) if call["extra"] == "alibi" else T5Bias(heads, 32, 128)
         options["bias"] = PlacedBias(
-            rule(torch.arange(rows.max() + 1)).detach().to(device), rows.to(device), columns.to(device)
+            rule.to(device).requires_grad_(False)(keys), heads, rows.to(device), columns.to(device)
         )
     elif call["extra"] == "softcap":
         options["softcap"] = 20.0

@@ -142,7 +142,7 @@ def test_biases_equal_bloom_and_t5():
 def test_flex_and_tensor_paths_agree(rule):
     q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)
     index = torch.arange(24)
-    bias = PlacedBias(rule(index), index, index)
+    bias = PlacedBias(rule(24), rule.heads, index, index)
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
     tensor, _ = attend(module, q, k, v, None, bias=bias, scaling=0.25)
@@ -342,7 +342,7 @@ def test_compiled_flex_agrees_with_the_tensor_path_on_a_gpu_and_so_do_gradients(
     for compiled in (True, False):
         q, k, v = (part.clone().requires_grad_() for part in parts)
         rule.zero_grad()
-        bias = PlacedBias(rule(index), index, index)
+        bias = PlacedBias(rule(512), rule.heads, index, index)
         if compiled:
             output = attend_flex(q, k, v, bias, 0.125, compiled=True)
         else:

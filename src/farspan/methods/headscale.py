@@ -17,6 +17,7 @@ from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.methods.job import Job, scaled_loss
 from farspan.methods.uniform import uniform
+from farspan.model.fast import compiled_layers, quick_attention
 from farspan.model.loss import mean_loss
 from farspan.train.loop import Moment, Plan, train
 from farspan.train.optim import Optimization, with_rates
@@ -86,7 +87,8 @@ class Scaled(nn.Module):
         return replace(self._start, base=self.base, slope=self.slope)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return mean_loss(self._model[0], ids)
+        with quick_attention():
+            return mean_loss(self._model[0], ids)
 
     @torch.no_grad()
     def project(self) -> None:
@@ -125,7 +127,7 @@ def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start
 
     seam.install(model, scaled.scales)
     try:
-        with seam.frozen(model), job.kept(f"{method}-lr{lr:g}") as folder:
+        with seam.frozen(model), compiled_layers(model), job.kept(f"{method}-lr{lr:g}") as folder:
             train(work, plan, folder, listen)
     finally:
         seam.uninstall(model)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from farspan.model.positions import PlacedBias
+from farspan.model.positions import PlacedBias, Table
 
 NAME = "farspan_sdpa"
 
@@ -52,6 +52,8 @@ def attend_flex(
         value[:, :, :length],
         score_mod=bias.score_mod,
         block_mask=bias.blocks or causal_blocks(length, query.device),
+        # Triton would stage a gathered bias in shared memory too, and larger tiles of it than there is room for.
+        kernel_options={"BLOCK_M": 64, "BLOCK_N": 64} if isinstance(bias.at, Table) else None,
         scale=scaling,
         enable_gqa=True,
     )

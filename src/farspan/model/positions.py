@@ -89,10 +89,37 @@ class Sinusoidal(Position):
         return x + torch.cat((phase.sin(), phase.cos()), dim=-1).to(x.dtype)
 
 
-class Bias(nn.Module):
-    """What each head adds to the score of a query and a key so many places before it: [n] -> [H, n]."""
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """−slope · distance for each head, in closed form."""
 
-    def forward(self, distance: Tensor) -> Tensor:
+    values: Tensor  # [H]
+
+    def __call__(self, head: Tensor, distance: Tensor) -> Tensor:
+        return -self.values[head] * distance
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A number for each head and distance.
+
+    T5's few numbers get their gradient through it in one small sum; each score adding its own to them made a training
+    step forty times slower.
+    """
+
+    values: Tensor  # [H, reach]
+
+    def __call__(self, head: Tensor, distance: Tensor) -> Tensor:
+        return self.values[head, distance]
+
+
+class Bias(nn.Module):
+    """What each head adds to the score of a query and a key, as a function of the distance between the two."""
+
+    heads: int
+
+    def forward(self, reach: int) -> Slopes | Table:
+        """The function, for distances below `reach`."""
         raise NotImplementedError
 
 
@@ -103,10 +130,11 @@ class AlibiBias(Bias):
 
     def __init__(self, heads: int):
         super().__init__()
+        self.heads = heads
         self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
 
-    def forward(self, distance: Tensor) -> Tensor:
-        return -self.slopes[:, None] * distance
+    def forward(self, reach: int) -> Slopes:
+        return Slopes(self.slopes)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -122,11 +150,11 @@ class T5Bias(Bias):
 
     def __init__(self, heads: int, buckets: int, max_distance: int):
         super().__init__()
-        self.buckets, self.max_distance = buckets, max_distance
+        self.heads, self.buckets, self.max_distance = heads, buckets, max_distance
         self.table = nn.Embedding(buckets, heads)
 
-    def forward(self, distance: Tensor) -> Tensor:
-        return self.table(self.bucket(distance)).T
+    def forward(self, reach: int) -> Table:
+        return Table(self.table(self.bucket(torch.arange(reach, device=self.table.weight.device))).T)
 
     def bucket(self, distance: Tensor) -> Tensor:
         exact = self.buckets // 2
@@ -150,25 +178,24 @@ class T5(Position):
 
 @dataclass(frozen=True, eq=False)
 class PlacedBias:
-    """A bias, tabled by distance, together with the cache slots that this call's queries and keys stand in.
+    """A bias together with the cache slots that this call's queries and keys stand in. Slots and not position ids: left
+    padding shifts both, and so changes nothing."""
 
-    Slots and not position ids: left padding shifts both, and so changes nothing. A table of distances also gives T5's
-    few numbers their gradient in one small sum; by way of each score they made a step forty times slower.
-    """
-
-    table: Tensor  # [H, reach]
+    at: Slopes | Table
+    heads: int
     query_index: Tensor  # [Q]
     key_index: Tensor  # [K]
     blocks: Any = None  # FlexAttention's map of the causal triangle, made once for all layers
 
     def tensor(self, rows: slice = slice(None)) -> Tensor:
-        """The bias of the given query rows, [1, H, rows, K]; 0 is the distance to a key that comes after."""
+        """The bias of the given query rows, [1, H, rows, K]; a key that comes after counts as distance 0."""
         distance = (self.query_index[rows][:, None] - self.key_index).clamp(min=0)
-        return self.table[:, distance][None]
+        head = torch.arange(self.heads, device=distance.device)
+        return self.at(head[:, None, None], distance)[None]
 
     def score_mod(self, score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """The same for FlexAttention, where queries and keys stand in the same slots."""
-        return score + self.table[head, (row - column).clamp(min=0)]
+        return score + self.at(head, (row - column).clamp(min=0))
 
 
 def build(kind: str, config) -> Position:

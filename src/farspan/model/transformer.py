@@ -237,7 +237,8 @@ class FarspanModel(FarspanPreTrainedModel):
                 seen = past_key_values.get_seq_length(index)
                 keys, offset = past_key_values.get_mask_sizes(queries, index)
             placed[kind, span] = PlacedBias(
-                rule(torch.arange(keys, device=device)),
+                rule(keys),
+                rule.heads,
                 torch.arange(queries, device=device) + seen,
                 torch.arange(keys, device=device) + offset,
                 biased.causal_blocks(queries, device) if device.type == "cuda" and past_key_values is None else None,

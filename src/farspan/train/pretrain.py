@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from farspan.data.documents import Document, read_documents
@@ -25,6 +24,7 @@ from farspan.errors import FarspanError
 from farspan.files import new_folder, read_tensors, weight_files, write_text
 from farspan.memory import out_of_memory
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.model.fast import compile_layers, quick_attention
 from farspan.recipe import from_toml, to_toml
 from farspan.train import checkpoint
 from farspan.train.loop import Listener, Plan, train
@@ -295,15 +295,12 @@ class NextToken(nn.Module):
         self.model, self.precision = model, precision
         self.head_loss = torch.compile(head_loss, dynamic=False) if compiled else head_loss
         if compiled:
-            for layer in model.model.layers:
-                layer.compile(dynamic=False)
+            compile_layers(model)
 
     def forward(self, rows: Tensor) -> Tensor:
-        # cuDNN's attention is the fastest on Hopper; where it cannot run, the next one does.
-        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with (
             torch.autocast(rows.device.type, self.precision, enabled=self.precision is not None),
-            sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True),
+            quick_attention(),
         ):
             hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
             return self.head_loss(hidden, self.model.lm_head.weight, rows[:, 1:])
