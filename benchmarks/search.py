@@ -5,8 +5,8 @@
 
 A 1.1B model without positions, random weights in bf16, batch 1, gradients to 704 scales alone. `ours` is the step that
 `farspan extend` takes: scales on the seam, frozen weights, compiled layers, no L×V logits, no checkpointing. `plain` is
-what one would write by hand: transformers' Llama on SDPA with gradient checkpointing, scales as parameters that multiply the
-output of each q_proj, the loss from its labels. Both take turns in one process; times are medians between
+what one would write by hand: transformers' Llama on SDPA with gradient checkpointing, scales as parameters that
+multiply the output of each q_proj, the loss from its labels. Both take turns in one process; times are medians between
 synchronisations. The gradient is compared with float32 at a shorter length.
 """
 

@@ -15,7 +15,7 @@ import farspan
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import seam
 from farspan.errors import FarspanError
-from farspan.model import FarspanConfig
+from farspan.model import FarspanConfig, FarspanForCausalLM
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 KEYS = {
@@ -188,3 +188,13 @@ def test_the_command_prints_tables_for_people(tmp_path):
     assert result.stderr == ""
     for words in ("0–2", "rope", "none", "into q_proj", "64 tokens"):
         assert words in result.stdout
+
+
+def test_rows_of_a_position_table_beyond_the_training_length_are_said_to_be_untrained(tmp_path):
+    shape = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    config = FarspanConfig(**shape, position="learned", max_position_embeddings=16, position_table=64)
+    FarspanForCausalLM(config).save_pretrained(tmp_path)
+    found = farspan.inspect(tmp_path)
+    assert found.train_length == 16
+    assert "its position table has 64 rows, and those beyond 16 are untrained" in found.warnings
+    assert farspan.load(tmp_path).model(torch.zeros(1, 64, dtype=torch.long)).logits.isfinite().all()

@@ -219,6 +219,32 @@ def pretrain(
 
 
 @app.command()
+def reproduce(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, as extend-small, or a .toml file.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As folder=path/to/data.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Its folder; runs/STUDY unless given.")] = None,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+):
+    """Run a whole study: train or find its models, fit every method, measure all alike. Stopped, it goes on."""
+    from farspan.progress import bars
+    from farspan.workflows import reproduce as studies
+
+    folder = out or Path("runs") / Path(study).stem
+    with bars() as progress:
+        results = studies.reproduce(
+            study,
+            changes or [],
+            folder,
+            device=device,
+            progress=progress,
+            say=lambda text: out_console.print(_plain(text)),
+        )
+    for text in results[0]["loss"]:
+        out_console.print(f"\n{text}, loss in nats\n")
+        out_console.print(studies.table(results, text), soft_wrap=True, markup=False)
+
+
+@app.command()
 def demo():
     """The main job in minutes on the CPU: a small model fails beyond its training length, and is mended."""
     from farspan.progress import bars

@@ -42,6 +42,14 @@ def load_recipe(kind: type[T], source: str | Path, overrides: Sequence[str] = ()
     return _checked(kind, document)
 
 
+def changed(recipe: T, overrides: Sequence[str]) -> T:
+    """The recipe with `key=value` changes."""
+    document = _parse(to_toml(recipe), "the recipe")
+    for text in overrides:
+        document = _overlay(document, _override(type(recipe), text))
+    return _checked(type(recipe), document)
+
+
 def from_toml(kind: type[T], text: str) -> T:
     """The recipe in a text that stands alone, without a base."""
     return _checked(kind, _parse(text, "the recipe"))

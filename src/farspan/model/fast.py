@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+PAYS = 300_000_000  # parameters; compiling takes some ten seconds, in which a smaller model is done
+
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that a family says must not be split: its decoder layers. They share one compiled graph."""
@@ -25,8 +27,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Compiled layers for a block, on a GPU; elsewhere nothing changes, for there it does not pay."""
-    if model.device.type != "cuda":
+    """Compiled layers for a block, where that pays: on a GPU, for a model that is not small."""
+    if model.device.type != "cuda" or model.num_parameters() < PAYS:
         yield
         return
     compile_layers(model)

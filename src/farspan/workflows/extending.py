@@ -148,7 +148,7 @@ def extend(
         train_length=length,
         search=splits["search"].ids,
         choose=splits["choose"].ids,
-        layers=_scaled_layers(layers),
+        layers=scaled_layers(layers),
         heads=layers[0].heads,
         model=fingerprint(model),
         name=str(source),
@@ -160,7 +160,7 @@ def extend(
     report = splits["report"].ids
     try:
         before = _measured(model, tokenizer, report, job, how)
-        patch, why = _fitted(model, job, how, names)
+        patch, why = fit_in_turn(model, job, how, names)
         after = _measured(model, tokenizer, report, job, how)
     except RuntimeError as error:
         if not out_of_memory(error):
@@ -233,7 +233,7 @@ def _fitting(names: list[str], layers: Sequence[Layer], source: str) -> tuple[li
     return names, ()
 
 
-def _scaled_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
+def scaled_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
     """Those without positions, for they are the ones that get distracted; all, where there are none."""
     free = tuple(layer.index for layer in layers if layer.position == "none")
     return free or tuple(layer.index for layer in layers)
@@ -263,7 +263,7 @@ def _claim(work: Path, how: Extension, what: str) -> None:
     write_text(file, mine)
 
 
-def _fitted(model: PreTrainedModel, job: Job, how: Extension, names: list[str]) -> tuple[Patch, tuple[str, ...]]:
+def fit_in_turn(model: PreTrainedModel, job: Job, how: Extension, names: list[str]) -> tuple[Patch, tuple[str, ...]]:
     """The patch of one method after the other, each fitted on what those before it made; the model ends up patched."""
     if names == ["auto"]:
         return _best(model, job, how)

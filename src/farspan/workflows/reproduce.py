@@ -1,0 +1,293 @@
+"""`farspan reproduce`: a study by one recipe. Train or find the models, fit every method at every target, and measure
+all of them alike on text that nothing was chosen by.
+
+The unit is a cell: one model, method, factor and seed. Its result is one JSON file, written whole; a study that was
+stopped goes on with the cells that are missing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.probe import probe
+from farspan.data.documents import read_documents
+from farspan.data.windows import cut_windows
+from farspan.diagnosis.curves import measure
+from farspan.diagnosis.knees import Rule, find_knee
+from farspan.errors import FarspanError
+from farspan.evals.passkey import passkey_share
+from farspan.files import read_json, write_json, write_text
+from farspan.loading import load
+from farspan.methods.job import Job, Progress
+from farspan.methods.uniform import full_grid
+from farspan.recipe import changed, load_recipe, to_toml
+from farspan.train.pretrain import find_files
+from farspan.workflows.extending import BEYOND, METHODS, SHELF, Extension, fit_in_turn, scaled_layers
+from farspan.workflows.inspection import train_length as trained_on
+from farspan.workflows.pretraining import pretrain, read_recipe
+
+BINS_INSIDE = 16  # bins of positions to a training length, in what a cell keeps
+
+
+@dataclass(frozen=True)
+class Study:
+    """A recipe of `farspan reproduce`."""
+
+    methods: dict[str, tuple[str, ...]]  # model recipe -> methods, "none" among them; a variant is method:key=value
+    folder: str = ""  # of the data; empty: as the models' recipes find it
+    runs: str = "runs"  # where the models are, or will be trained
+    factors: tuple[int, ...] = (2, 4, 8)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of searches; what does not depend on chance has one
+    search: str = "books_train_a.jsonl.xz"
+    choose: str = "books_train_b.jsonl.xz"
+    report: tuple[str, ...] = ("books_val.jsonl.xz", "pg19_test_a.jsonl.xz")
+    report_windows: int = 24
+    report_factor: int = 8  # every cell is measured on windows of so many training lengths
+    passkeys: int = 4  # keys at each of ten depths
+    grids: tuple[str, ...] = ()  # models whose best λ̂ by position is found, at every checkpoint that was kept
+    grid_low: float = 0.8
+    grid_high: float = 2.6
+    extension: Extension = field(default_factory=Extension)
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    method: str
+    factor: int  # 1: as trained
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}.{self.method.replace('/', '_')}.x{self.factor}.s{self.seed}"
+
+
+CHANCE = ("headscale", "headlog", "drope", "tune=")  # what makes a method depend on its seed
+
+
+def cells(study: Study) -> list[Cell]:
+    """Every cell of the study, models one after the other."""
+    found = []
+    for model, methods in study.methods.items():
+        for method in methods:
+            names = method.partition(":")[0].split("+")
+            unknown = [name for name in names if name not in METHODS and name != "none"]
+            if unknown:
+                near = difflib.get_close_matches(unknown[0], METHODS, 1) or ["none"]
+                raise FarspanError(f"methods.{model} names {unknown[0]!r}, which is unknown; the nearest is {near[0]}")
+            if method == "none":
+                found.append(Cell(model, method, 1, 0))
+                continue
+            seeds = study.seeds if any(word in method for word in CHANCE) else study.seeds[:1]
+            found += [Cell(model, method, factor, seed) for factor in study.factors for seed in seeds]
+    return found
+
+
+def read_study(source: str, changes: list[str]) -> Study:
+    return load_recipe(Study, source, changes, shelf=SHELF)
+
+
+def reproduce(
+    source: str,
+    changes: list[str],
+    out: str | Path,
+    *,
+    device: str | None = None,
+    progress: Progress = lambda label, steps: lambda *moved: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Run what is missing of a study; returns the results of all its cells."""
+    study, out = read_study(source, changes), Path(out)
+    todo = cells(study)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    write_text(out / "recipe.toml", to_toml(study))
+    results = []
+    for cell in todo:
+        file = out / "cells" / f"{cell.name}.json"
+        if not file.exists():
+            folder = find_model(study, cell.model, progress)
+            write_json(file, _run(study, cell, folder, device, progress))
+            say(line_of(read_json(file)))
+        results.append(read_json(file))
+    for model in study.grids:
+        for folder in [*_checkpoints(study, model), find_model(study, model, progress)]:
+            file = out / "grids" / f"{model}.{folder.name}.json"
+            if not file.exists():
+                write_json(file, _grid(study, model, folder, device, progress))
+                found = read_json(file)
+                say(f"{model} {folder.name}: best λ̂ = 1 + {found['slope']:.3f}·ln s, R² {found['r2']:.4f}")
+    return results
+
+
+def find_model(study: Study, name: str, progress: Progress) -> Path:
+    """The trained model of a recipe: a twin, one that was trained before, or one trained now."""
+    if name.endswith("-twin"):
+        return Path(name)
+    folder = Path(study.runs) / name
+    changes = [f"data.folder={study.folder}"] if study.folder else []
+    if not (folder / "model").exists():
+        advance, seen = progress(f"pretrain {name}", read_recipe(name).train.steps), 0
+
+        def listen(moment) -> None:
+            nonlocal seen
+            advance(moment.step - seen, f"loss {moment.loss:.3f}")
+            seen = moment.step
+
+        pretrain(name, changes, folder, progress=progress, listen=listen)
+    return folder / "model"
+
+
+def _checkpoints(study: Study, name: str) -> list[Path]:
+    keep = read_recipe(name).plan.keep if not name.endswith("-twin") else ()
+    return [Path(study.runs) / name / "checkpoints" / f"step-{step:07d}" for step in keep]
+
+
+def _text(study: Study, file: str) -> Path:
+    """A file of the data folder, which the recipes of models name too."""
+    data = replace(read_recipe("small-nope").data, folder=study.folder)
+    books = find_files(data, "books")[0].parent
+    return books / file
+
+
+def _run(study: Study, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
+    model, tokenizer = load(folder, device=device)
+    if tokenizer is None:
+        raise FarspanError(f"{folder} has no tokenizer, and text must become tokens; add its tokenizer.json")
+    length = trained_on(model.config) or 0
+    found: dict[str, Any] = {**asdict(cell), "train_length": length, "target": length * cell.factor}
+    if cell.method != "none":
+        patch = _fit(study, cell, model, tokenizer, length, progress)
+        found["patch"] = patch.describe()
+        if patch.scales is not None:
+            target = torch.tensor([float(patch.target)])
+            found["scales"] = patch.scales.at(target)[..., 0].round(decimals=4).tolist()  # [layers, heads], there
+    found |= _measured(study, model, tokenizer, length)
+    return found
+
+
+def _fit(
+    study: Study,
+    cell: Cell,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    progress: Progress,
+) -> Patch:
+    """The method's patch, live on the model."""
+    method, _, variant = cell.method.partition(":")
+    how = replace(study.extension, seed=cell.seed)
+    if variant:
+        how = changed(how, variant.split(","))
+    target = length * cell.factor
+    layers = probe(model)
+    job = Job(
+        target=target,
+        train_length=length,
+        search=_windows(study, study.search, tokenizer, round(BEYOND * target), how.search_windows, cell.seed),
+        choose=_windows(study, study.choose, tokenizer, target, how.choose_windows, 0),
+        layers=scaled_layers(layers),
+        heads=layers[0].heads,
+        model=fingerprint(model),
+        name=cell.model,
+        seed=cell.seed,
+        progress=progress,
+    )
+    patch, _ = fit_in_turn(model, job, how, method.split("+"))
+    return patch
+
+
+def _windows(study: Study, file: str, tokenizer: Any, length: int, limit: int, seed: int) -> torch.Tensor:
+    """Windows of a file, shuffled by the seed: searches of other seeds see other windows first."""
+    ids = cut_windows(read_documents(_text(study, file)), tokenizer, length, limit).ids
+    draw = torch.Generator().manual_seed(zlib.crc32(file.encode()) + seed)
+    return ids[torch.randperm(len(ids), generator=draw)]
+
+
+def _measured(study: Study, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, Any]:
+    """Loss and entropy by position on every text, knees, and passkeys at every doubling."""
+    reach = length * study.report_factor
+    bins = BINS_INSIDE * study.report_factor
+    found: dict[str, Any] = {"loss": {}, "passkey": {}}
+    for file in study.report:
+        ids = cut_windows(read_documents(_text(study, file)), tokenizer, reach, study.report_windows).ids
+        curves = measure(model, ids, bins=bins)
+        name = file.partition(".")[0]
+        found["loss"][name] = curves.loss.round(4).tolist()
+        if file == study.report[0]:
+            found["positions"] = curves.positions.round(1).tolist()
+            found["entropy"] = curves.entropy.round(4).tolist()
+            last = slice(-bins // 8, None)
+            found["entropy_of_heads"] = {
+                str(layer): table[:, last].mean(1).round(4).tolist() for layer, table in curves.heads.items()
+            }
+            found["loss_knee"] = find_knee(curves.positions, curves.loss, length, Rule(), rising=False)
+            found["entropy_knee"] = find_knee(curves.positions, curves.entropy, length, Rule(), rising=True)
+    power = 0
+    while length * 2**power <= reach:
+        mark = length * 2**power
+        found["passkey"][str(mark)] = passkey_share(model, tokenizer, mark, keys=study.passkeys)
+        power += 1
+    return found
+
+
+def _grid(study: Study, name: str, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
+    model, tokenizer = load(folder, device=device)
+    length, layers = trained_on(model.config) or 0, probe(model)
+    windows = _windows(study, study.choose, tokenizer, 8 * length, study.extension.choose_windows, 0)
+    job = Job(8 * length, length, windows, windows, scaled_layers(layers), layers[0].heads, fingerprint(model), name)
+    grid = full_grid(model, replace(job, progress=progress), windows, study.grid_low, study.grid_high)
+    tables = {key: np.asarray(getattr(grid, key)).round(4).tolist() for key in ("values", "loss", "positions", "best")}
+    law = {"slope": grid.slope, "interval": list(grid.interval), "r2": grid.r2}
+    return {"model": name, "checkpoint": folder.name, **law, **tables}
+
+
+def at(found: dict[str, Any], text: str, mark: int) -> float:
+    """The mean loss over the quarter of the training length before a position."""
+    positions, loss = np.array(found["positions"]), np.array(found["loss"][text])
+    near = (positions > mark - found["train_length"] / 4) & (positions <= mark)
+    return float(loss[near].mean())
+
+
+def marks_of(found: dict[str, Any]) -> list[int]:
+    length, reach = found["train_length"], round(max(found["positions"]))
+    return [length // 2, *(length * 2**power for power in range(20) if length * 2**power <= reach + length)]
+
+
+def line_of(found: dict[str, Any]) -> str:
+    """One cell in one line: loss on the first text, passkeys."""
+    text = next(iter(found["loss"]))
+    losses = "  ".join(f"{at(found, text, mark):.3f}" for mark in marks_of(found))
+    keys = " ".join(f"{share:.2f}" for share in found["passkey"].values())
+    return f"{found['model']:16} {found['method']:28} ×{found['factor']} s{found['seed']}  {losses}   {keys}"
+
+
+def table(results: list[dict[str, Any]], text: str) -> str:
+    """All cells as Markdown, seeds averaged with their spread."""
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for found in results:
+        groups.setdefault((found["model"], found["method"], found["factor"]), []).append(found)
+    first = results[0]
+    head = ["model", "method", "for", *(str(mark) for mark in marks_of(first)), "passkey " + "/".join(first["passkey"])]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for (model, method, factor), group in groups.items():
+        at_marks = [[at(found, text, mark) for found in group] for mark in marks_of(group[0])]
+        losses = [f"{np.mean(values):.2f}{_spread(values)}" for values in at_marks]
+        shares = np.mean([list(found["passkey"].values()) for found in group], axis=0)
+        keys = "/".join(f"{share:.2f}".removeprefix("0") for share in shares)
+        lines.append(f"| {model} | {method} | {f'{factor}×' if factor > 1 else ''} | {' | '.join(losses)} | {keys} |")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    """Half the range over seeds."""
+    return f" ± {np.ptp(values) / 2:.2f}" if len(values) > 1 else ""

@@ -1,0 +1,84 @@
+"""A study runs each of its cells once, measures all alike, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from farspan.data.documents import read_documents
+from farspan.data.tokens import train_tokenizer
+from farspan.errors import FarspanError
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.workflows import reproduce as studies
+from farspan.workflows.reproduce import Cell, Study, cells, read_study, reproduce, table
+
+
+@pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])
+def test_the_studies_on_the_shelf_parse(name):
+    study = read_study(name, [])
+    found = cells(study)
+    assert len(set(found)) == len(found)
+    assert {cell.model for cell in found} == set(study.methods)
+    for cell in found:
+        assert cell.seed == 0 or "head" in cell.method or "tune=" in cell.method
+
+
+def test_a_method_that_does_not_exist_is_named():
+    with pytest.raises(FarspanError, match="methods.small-nope names 'headscal', .* the nearest is headscale"):
+        cells(Study({"small-nope": ("headscal",)}))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A model of two layers trained on 32 tokens by its config, and the texts that a study reads."""
+    text = next(iter(read_documents("python-docs"))).text
+    tokenizer = train_tokenizer([text[:20_000]], 300)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=300)
+    torch.manual_seed(0)
+    FarspanForCausalLM(FarspanConfig(**shape, max_position_embeddings=32)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for number, name in enumerate(("books_train_a", "books_train_b", "books_val", "pg19_test_a")):
+        part = text[number * 20_000 : (number + 1) * 20_000]
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"text": part}) + "\n")
+    monkeypatch.setattr(studies, "find_model", lambda study, name, progress: tmp_path / "model")
+    monkeypatch.setattr(studies, "_text", lambda study, file: tmp_path / "data" / file.removesuffix(".xz"))
+    monkeypatch.setattr(studies, "passkey_share", lambda model, tokenizer, length, keys: 0.5)
+    (tmp_path / "study.toml").write_text(
+        'factors = [2]\nseeds = [0, 1]\nreport_windows = 2\nreport_factor = 2\ngrids = ["nope-twin"]\n'
+        "grid_low = 1.0\ngrid_high = 1.02\n"
+        '[methods]\nnope-twin = ["none", "uniform", "headscale:search.init=1.2"]\n'
+        "[extension]\nsearch_windows = 8\nchoose_windows = 2\n"
+        "[extension.search]\nsteps = 2\nbatch = 2\nlr = [0.1]\nwarmup = 1\n"
+    )
+    return tmp_path
+
+
+def test_a_study_measures_every_cell_once_and_goes_on(tiny):
+    said: list[str] = []
+    source, out = str(tiny / "study.toml"), tiny / "out"
+    results = reproduce(source, [], out, say=said.append)
+    assert [(found["method"], found["seed"]) for found in results] == [
+        ("none", 0),
+        ("uniform", 0),
+        ("headscale:search.init=1.2", 0),
+        ("headscale:search.init=1.2", 1),
+    ]
+    assert len(said) == 5, "four cells and a grid"
+    assert set(results[0]["loss"]) == {"books_val", "pg19_test_a"}
+    assert len(results[0]["entropy"]) == len(results[0]["positions"]) == len(results[0]["loss"]["books_val"])
+    assert results[2]["scales"] != results[3]["scales"], "seeds search in other orders"
+    grid = json.loads((out / "grids" / "nope-twin.model.json").read_text())
+    assert len(grid["values"]) == 3
+    lost = out / "cells" / f"{Cell('nope-twin', 'uniform', 2, 0).name}.json"
+    before = json.loads(lost.read_text())
+    lost.unlink()
+    said.clear()
+    again = reproduce(source, [], out, say=said.append)
+    assert len(said) == 1
+    assert again[1]["loss"] == before["loss"]
+    text = table(again, "books_val")
+    assert text.count("\n") == 4
+    assert " ± " in text.splitlines()[-1]
