@@ -88,6 +88,13 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+@torch.no_grad()
+def last_logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """The logits [B, count, V] of the last positions of ids [B, T], float32 on the CPU."""
+    output = _decoder(model)(input_ids=ids.to(model.device), use_cache=False)
+    return own_logits(model, output, slice(-count, None)).float().cpu()
+
+
 def own_logits(model: PreTrainedModel, output: Any, rows: slice) -> Tensor:
     """The logits [B, rows, V] that the model itself makes of some rows of its decoder's output."""
     some = copy.copy(output)

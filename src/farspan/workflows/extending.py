@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.attention import seam
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
 from farspan.data.documents import read_documents
@@ -21,7 +20,6 @@ from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_share
 from farspan.files import check_free, new_folder, write_text
-from farspan.formats.fold import logits
 from farspan.loading import load
 from farspan.memory import out_of_memory
 from farspan.methods.drope import drope
@@ -31,6 +29,7 @@ from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning
 from farspan.methods.uniform import uniform
+from farspan.model.loss import last_logits
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
@@ -38,6 +37,7 @@ from farspan.workflows.inspection import train_length as trained_on
 
 BEYOND = 1.125  # the search reads a little beyond the target, as paper A's 18K for 16K
 SHELF = Path(__file__).parent.parent / "assets" / "recipes"
+PROVEN = 256  # positions at the end of a window, where every method does something
 TUNINGS = {"": None, "fair": 200, "raw": 1000}
 
 
@@ -173,7 +173,7 @@ def extend(
     with new_folder(out) as new:
         patch.write_into(new)
         write_text(new / "recipe.toml", to_toml(how))
-        proof, effect = _prove(new, model, fresh()[0], report[:1, : min(to, 2 * length)])
+        proof, effect = _prove(new, model, fresh()[0], report[:1])
         found = Extended(
             patch,
             out,
@@ -324,13 +324,11 @@ def marks(job: Job) -> list[int]:
     return [length // 2, *doubled, job.target]
 
 
-@torch.no_grad()
 def _prove(folder: Path, fitted: PreTrainedModel, base: PreTrainedModel, tokens: Tensor) -> tuple[float, float]:
     """Reload the saved patch onto a fresh model: it must do what the fitted one does, and something."""
-    without = logits(base, tokens.to(base.device))
-    patched = Patch.load(folder).apply(base)
-    reloaded, meant = logits(patched, tokens.to(base.device)), logits(fitted, tokens.to(base.device))
-    seam.uninstall(base)
+    without = last_logits(base, tokens, PROVEN)
+    reloaded = last_logits(Patch.load(folder).apply(base), tokens, PROVEN)
+    meant = last_logits(fitted, tokens, PROVEN)
     difference, effect = float((reloaded - meant).abs().max()), float((reloaded - without).abs().max())
     scale = float(meant.abs().max())
     if difference > 1e-3 * scale:
