@@ -374,10 +374,13 @@ def test_auto_chooses_and_says_why(tiny, tmp_path, kind, chosen):
 
 
 def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
-    text = dict.fromkeys(("search", "choose", "report"), tiny / "text.txt")
+    (tmp_path / "other.txt").write_text((tiny / "text.txt").read_text()[::-1])
+    text = {"search": tiny / "text.txt", "choose": tiny / "text.txt", "report": tmp_path / "other.txt"}
     extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=text, recipe=FEW)
+    with pytest.raises(FarspanError, match="report on other text"):
+        extend(tiny / "none", 128, tmp_path / "no", "uniform", data={**text, "report": tiny / "text.txt"}, recipe=FEW)
     with pytest.raises(FarspanError, match="give one corpus, or three as search=PATH"):
-        extend(tiny / "none", 128, tmp_path / "other", "uniform", data={"train": "x"}, recipe=FEW)
+        extend(tiny / "none", 128, tmp_path / "no", "uniform", data={"train": "x"}, recipe=FEW)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +391,7 @@ def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
         ({"method": "yarn"}, "yarn changes rotation, and .* has none in any layer .*; use uniform, headscale"),
         ({"method": "headscale+uniform"}, "scales attention twice or too early"),
         ({"method": "uniform+yarn"}, "scales attention twice or too early"),
+        ({"method": "auto+headscale"}, "auto chooses by itself"),
         ({"to": 100_000}, "none of the 1 documents has 112500 tokens"),
     ],
 )
@@ -424,10 +428,78 @@ def test_memory_that_runs_out_names_the_way_out(tiny, tmp_path, monkeypatch):
 def test_another_unfinished_search_is_not_touched(tiny, tmp_path):
     work = tmp_path / ".patch.search"
     work.mkdir()
-    (work / "recipe.toml").write_text("# another")
+    (work / "claim.toml").write_text("# another")
     with pytest.raises(FarspanError, match="holds the unfinished search of another extension"):
         extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
-    assert (work / "recipe.toml").read_text() == "# another"
+    assert (work / "claim.toml").read_text() == "# another"
+
+
+def test_a_stopped_extension_goes_on_with_the_same_text_and_no_other(tiny, tmp_path):
+    """Stopped in the middle of its search, it ends in the scales of one that was not; what may change may change."""
+    recipe = replace(FEW, search=replace(QUICK, steps=6, save_every=2))
+    straight = extend(tiny / "none", 128, tmp_path / "straight", "headscale", data=tiny / "text.txt", recipe=recipe)
+
+    def stop(label, steps):
+        def advance(count=1, note=""):
+            advance.count += 1
+            if "headscale" in label and advance.count == 4:
+                raise KeyboardInterrupt
+
+        advance.count = 0
+        return advance
+
+    asked = (tiny / "none", 128, tmp_path / "patch", "headscale")
+    with pytest.raises(KeyboardInterrupt):
+        extend(*asked, data=tiny / "text.txt", recipe=recipe, progress=stop)
+    assert (tmp_path / ".patch.search").exists()
+    (tmp_path / "other.txt").write_text((tiny / "text.txt").read_text()[::-1])
+    with pytest.raises(FarspanError, match="unfinished search of another"):
+        extend(*asked, data=tmp_path / "other.txt", recipe=recipe)
+    again = extend(*asked, data=tiny / "text.txt", recipe=replace(recipe, search=replace(recipe.search, save_every=1)))
+    assert torch.equal(again.patch.scales.base, straight.patch.scales.base)
+    assert not (tmp_path / ".patch.search").exists()
+
+
+def test_a_patch_is_not_extended_again(tiny, tmp_path):
+    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    with pytest.raises(FarspanError, match="is a patch already; extend its base model"):
+        extend(tmp_path / "patch", 256, tmp_path / "again", "uniform", data=tiny / "text.txt", recipe=FEW)
+
+
+def test_dynamic_rotation_forgets_between_measurements(tiny, tmp_path):
+    """Beyond twice the length, where what it remembers of longer text would change shorter text."""
+    found = extend(tiny / "rope", 192, tmp_path / "patch", "dynamic-ntk", data=tiny / "text.txt", recipe=FEW)
+    assert found.proof == pytest.approx(0, abs=1e-4)
+
+
+def test_bf16_weights_are_tuned_in_float32():
+    """Steps too small for bf16 add up; and the model is given back as it was."""
+    model = BY_NAME["farspan-rope"].build().bfloat16()
+    job = job_for(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    patch = roped(model, job, "pi", Tuning(steps=16, batch=2, micro_batch=2, lr=1e-3, warmup=1))
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert all(weight.dtype == torch.bfloat16 for weight in patch.weights.values())
+    moved = [bool((patch.weights[name] != before[name]).any()) for name in before if "norm" in name]
+    assert sum(moved) > len(moved) / 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Search(lr=()),
+        lambda: Search(lr=(-1.0,)),
+        lambda: Search(batch=0),
+        lambda: Search(save_every=0),
+        lambda: Tuning(steps=0),
+        lambda: Extension(passkeys=-1),
+        lambda: Extension(choose_windows=0),
+        lambda: Extension(seed=-1),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_their_name(wrong):
+    with pytest.raises(FarspanError, match="(lr|batch|save_every|steps|passkeys|choose_windows|seed) is"):
+        wrong()
 
 
 def test_the_recipe_has_the_papers_numbers():

@@ -25,7 +25,7 @@ from farspan.train.checkpoint import check_manifest
 from farspan.train.pretrain import Pretraining, flops_per_token, matrix_weights
 from farspan.workflows.pretraining import SHELF, estimate, pretrain, read_recipe
 
-RECIPES = sorted(path.stem for path in SHELF.glob("*.toml") if not path.stem.startswith("extend"))
+RECIPES = sorted(path.stem for path in SHELF.glob("*.toml"))
 TWIN_NAMES = ("nope-twin", "rope-twin")
 TINY = """
 title = "tiny"

@@ -245,6 +245,67 @@ def reproduce(
 
 
 @app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="DIR", help="A patch folder, or any model.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="A new folder.")],
+    format: Annotated[str, typer.Option(help="live, folded, stock, peft or gguf.")],
+    dtype: Annotated[str, typer.Option(help="Of the written weights; narrower ones round.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    as_json: AsJson = False,
+):
+    """Give the patched model to others: written, read again, and compared with the live one."""
+    from farspan.workflows.exporting import export as write
+
+    done = write(source, out, format, dtype=dtype, device=device)
+    if as_json:
+        typer.echo(json.dumps(done.to_json()))
+        return
+    for where, proof in done.proofs.items():
+        out_console.print(
+            f"{where} the training length  max |Δlogit| {proof.max_abs_logit:.2g} (allowed {proof.tolerance:.2g}), "
+            f"KL {proof.kl:.2g} nats, same argmax {proof.same_argmax:.1%} of {proof.tokens} tokens",
+            soft_wrap=True,
+        )
+    out_console.print(f"proven: {format}, {done.bytes / 1e6:.1f} MB in {done.folder}", soft_wrap=True)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 text file to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    position: Position = None,
+    trust_remote_code: Trust = False,
+):
+    """Go on from a prompt, printing as it comes."""
+    if (prompt is None) == (prompt_file is None):
+        raise FarspanError(
+            "a prompt comes from a file or from the command line; give one of --prompt-file and --prompt"
+        )
+    from farspan.workflows.generating import generate as go_on
+    from farspan.workflows.generating import read_prompt
+
+    text = read_prompt(prompt_file) if prompt_file is not None else prompt or ""
+    for piece in go_on(
+        model,
+        text,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        position=position,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    ):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command()
 def demo():
     """The main job in minutes on the CPU: a small model fails beyond its training length, and is mended."""
     from farspan.progress import bars
@@ -348,7 +409,8 @@ def show_estimate(recipe: str, found: Estimate, as_json: bool) -> None:
     facts.add_column()
     facts.add_row("recipe", recipe)
     facts.add_row("parameters", f"{found.parameters:,}")
-    facts.add_row("tokens", f"{found.tokens:,}, from {found.files_mb:,.0f} MB of files")
+    text = "text that is not there yet" if found.files_mb is None else f"{found.files_mb:,.0f} MB of files"
+    facts.add_row("tokens", f"{found.tokens:,}, from {text}")
     facts.add_row("memory", f"{found.weights_gib:.1f} GiB of weights, gradients and optimizer on each device,")
     facts.add_row("", f"about {found.activations_gib:.1f} GiB of activations for a micro batch")
     facts.add_row(

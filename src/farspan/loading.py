@@ -27,6 +27,7 @@ from farspan.files import read_json, weight_files
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
+BASE = "base"  # where a patch folder that carries its model keeps it
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -180,21 +181,39 @@ def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.
         raise FarspanError(f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
     # The unpacking has a progress bar of its own that no setting turns off.
     with quiet(), _readable(file), contextlib.redirect_stderr(io.StringIO()):
+        _refuse_scaled_rope(file)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     return Loaded(model.to(device).eval() if device else model.eval(), tokenizer)
 
 
+def _refuse_scaled_rope(file: Path) -> None:
+    """transformers leaves the rope scaling of most files away, without a word."""
+    from gguf import GGUFReader
+
+    for key, field in GGUFReader(file).fields.items():
+        if key.endswith(".rope.scaling.type") and not key.startswith("gpt-oss.") and field.contents() != "none":
+            raise FarspanError(
+                f"{file.name} scales its rotation ({field.contents()}), and transformers would read it without that; "
+                "load the checkpoint that it was made from"
+            )
+
+
 def _load_patched(folder: Path, **options) -> Loaded:
     patch = Patch.load(folder)
-    if not patch.name or (Path(patch.name) / "patch.json").exists():
-        raise FarspanError(
-            f"{folder} names {patch.name or 'nothing'!r} as the model it patches; load its base model and use "
-            "Patch.apply"
-        )
-    options["position"] = options["position"] or patch.position
-    base, tokenizer = load(patch.name, **options)
+    base, tokenizer = load_base(folder, patch, **options)
     return Loaded(patch.apply(base), tokenizer)
+
+
+def load_base(folder: Path, patch: Patch, *, position: str | None = None, **options) -> Loaded:
+    """The model that a patch folder is for, without the patch: the one inside the folder, or the one it names."""
+    inside = folder / BASE
+    source = str(inside) if inside.is_dir() else patch.name
+    if not source or (Path(source) / "patch.json").exists():
+        raise FarspanError(
+            f"{folder} names {source or 'nothing'!r} as the model it patches; load its base model and use Patch.apply"
+        )
+    return load(source, position=position or patch.position, **options)
 
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase | None:

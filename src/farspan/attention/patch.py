@@ -245,6 +245,14 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
         parent.register_module(name, rotary)
 
 
+def forget_lengths(model: PreTrainedModel) -> None:
+    """A dynamic rotation remembers the longest text it has turned, and turns shorter ones like it; not after this."""
+    for rotary in model.modules():
+        if getattr(rotary, "rope_type", None) == "dynamic":
+            rotary.register_buffer("inv_freq", rotary.original_inv_freq.clone(), persistent=False)
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+
+
 def _merged(own: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """The new parameters with the model's own base frequency, which an override must never lose. Where kinds of
     layers have parameters of their own, those that see the whole context get the new ones."""

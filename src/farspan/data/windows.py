@@ -52,24 +52,34 @@ def split_windows(
     if len(found.long) >= 3 * len(lengths):
         dealt = {name: replace(found, long=found.long[number :: len(lengths)]) for number, name in enumerate(lengths)}
         return {name: _cut(dealt[name], lengths[name], limits[name]) for name in lengths}
-    parts: dict[str, list[tuple[str, list[int]]]] = {name: [] for name in lengths}
-    for document, ids in found.long:
-        start, left = 0, len(lengths)
-        for name in sorted(lengths, key=needed.__getitem__):
-            size = min(needed[name], (len(ids) - start) // left)
-            if size < lengths[name]:
-                raise FarspanError(
-                    f"{document} has {len(ids)} tokens, and windows that share none of them take at least "
-                    f"{sum(lengths.values())}; give longer text, or ask for a shorter target"
-                )
-            parts[name].append((document, ids[start : start + size]))
-            start, left = start + size, left - 1
+    parts: dict[str, list[tuple[str, list[int], int]]] = {name: [] for name in lengths}
+    for document, ids, _ in found.long:
+        for name, start, size in _stretches(len(ids), lengths, needed):
+            parts[name].append((document, ids[start : start + size], start))
+    if not all(parts.values()):
+        document, ids, _ = max(found.long, key=lambda entry: len(entry[1]))
+        raise FarspanError(
+            f"{document} has {len(ids)} tokens, and windows that share none of them take at least "
+            f"{sum(lengths.values())}; give longer text, or ask for a shorter target"
+        )
     return {name: _cut(replace(found, long=tuple(parts[name])), lengths[name], limits[name]) for name in lengths}
+
+
+def _stretches(tokens: int, lengths: Mapping[str, int], needed: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Name, start and size of each purpose's stretch of a document; none where it has not room for all."""
+    found, start = [], 0
+    for left, name in zip(range(len(lengths), 0, -1), sorted(lengths, key=needed.__getitem__), strict=True):
+        size = min(needed[name], (tokens - start) // left)
+        if size < lengths[name]:
+            return []
+        found.append((name, start, size))
+        start += size
+    return found
 
 
 @dataclass(frozen=True)
 class _Found:
-    long: tuple[tuple[str, list[int]], ...]
+    long: tuple[tuple[str, list[int], int], ...]  # name, tokens, and where in the document they begin
     skipped: tuple[dict[str, Any], ...]
 
 
@@ -77,12 +87,12 @@ def _long_enough(documents: Iterable[Document], tokenizer: Any, length: int, lim
     """Documents of at least `length` tokens, no more of them than `limit`."""
     if length < 2:
         raise FarspanError(f"a length of {length} tokens leaves nothing to predict; ask for 2 or more")
-    long: list[tuple[str, list[int]]] = []
+    long: list[tuple[str, list[int], int]] = []
     skipped: list[dict[str, Any]] = []
     for document in documents:
         ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= length:
-            long.append((document.name, ids))
+            long.append((document.name, ids, 0))
         else:
             skipped.append({"document": document.name, "tokens": len(ids), "why": f"shorter than {length} tokens"})
         if len(long) >= limit:
@@ -99,13 +109,13 @@ def _long_enough(documents: Iterable[Document], tokenizer: Any, length: int, lim
 def _cut(found: _Found, length: int, limit: int) -> Windows:
     starts: dict[int, list[int]] = {number: [] for number in range(len(found.long))}
     rows: list[list[int]] = []
-    for turn in range(max(len(ids) // length for _, ids in found.long)):
-        for number, (_, ids) in enumerate(found.long):
+    for turn in range(max(len(ids) // length for _, ids, _ in found.long)):
+        for number, (_, ids, first) in enumerate(found.long):
             if len(rows) < limit and (turn + 1) * length <= len(ids):
                 rows.append(ids[turn * length : (turn + 1) * length])
-                starts[number].append(turn * length)
+                starts[number].append(first + turn * length)
     used = tuple(
         {"document": name, "tokens": len(ids), "starts": starts[number]}
-        for number, (name, ids) in enumerate(found.long)
+        for number, (name, ids, _) in enumerate(found.long)
     )
     return Windows(torch.tensor(rows), used, found.skipped)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, SmolLM3
 from farspan.attention import seam
 from farspan.errors import FarspanError, ProofError
 from farspan.files import new_folder
-from farspan.formats.fold import Proof, compare, logits, random_tokens
+from farspan.formats.fold import Proof, logits, prove, random_tokens
 from farspan.loading import quiet
 from farspan.model.config import SLIDING, FarspanConfig
 from farspan.model.transformer import FarspanForCausalLM
@@ -53,7 +53,7 @@ def to_stock(model: FarspanForCausalLM) -> tuple[PreTrainedModel, Proof]:
     stock.load_state_dict(weights)
     stock.eval()
     tokens = random_tokens(model)
-    proof = compare(logits(model, tokens), logits(stock, tokens))
+    proof = prove(logits(model, tokens), stock, tokens)
     if not proof.holds:
         raise ProofError(
             f"the stock model differs from ours by {proof.max_abs_logit:.2g} in a logit (allowed "

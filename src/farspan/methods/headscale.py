@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
+from farspan.errors import FarspanError
 from farspan.methods.job import Job, scaled_loss
 from farspan.methods.uniform import uniform
 from farspan.model.fast import compiled_layers, quick_attention
@@ -37,6 +38,15 @@ class Search:
     constraint: bool = True  # λ̂ ≥ 1
     init: float = 0.0  # 0: the best uniform λ̂
     save_every: int = 50
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "micro_batch", "save_every"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"search.{name} is {getattr(self, name)}; give 1 or more")
+        if not self.lr or min(self.lr) <= 0:
+            raise FarspanError(f"search.lr is {list(self.lr)}; give one or more learning rates above 0")
+        if self.init < 0 or self.warmup < 0:
+            raise FarspanError(f"search.init {self.init:g} and search.warmup {self.warmup} cannot be less than 0")
 
 
 def headscale(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:

@@ -51,35 +51,30 @@ STRETCHES = (0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # times what the target asks for
 
 
 def roped(model: PreTrainedModel, job: Job, method: str, tuning: Tuning | None) -> Patch:
-    """The method's rope parameters with the stretch that the second split likes best; with weights tuned on top."""
+    """The method's rope parameters with the stretch that the second split likes best; or, tuned, with the one that the
+    target asks for, as in the paper, and weights that have learnt it."""
+    if tuning is not None:
+        rope = _rope(model, job, method, job.target / job.train_length)
+        with roped_as(model, rope):
+            weights = tune(model, job, f"{method}-{tuning.steps}", tuning)
+        return job.patch(f"{method}-tuned", rope=rope, weights=weights)
     advance = job.progress(method, 0)
     losses = {}
-    for stretch, rope in _candidates(model, job, method):
-        with roped_as(model, rope):
-            losses[stretch] = float(loss_by_position(model, job.choose).mean())
-        advance(1, f"×{stretch:g}: loss {losses[stretch]:.4f}")
-    best = min(losses, key=losses.__getitem__)
-    if tuning is not None:  # tuned models learn the stretch that the target asks for, as in the paper
-        best = job.target / job.train_length
-    rope = dict(_candidates(model, job, method, (best * job.train_length / job.target,)))[best]
-    patch = job.patch(method, rope=rope)
-    if tuning is None:
-        return patch
-    with roped_as(model, rope):
-        weights = tune(model, job, f"{method}-{tuning.steps}", tuning)
-    return job.patch(f"{method}-tuned", rope=rope, weights=weights)
-
-
-def _candidates(
-    model: PreTrainedModel, job: Job, method: str, times: tuple[float, ...] = STRETCHES
-) -> Iterator[tuple[float, Rope]]:
-    config = model.config.get_text_config()
-    theta = float(_global(config.rope_parameters)["rope_theta"])
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for factor in times:
-        stretch = factor * job.target / job.train_length
+    for times in STRETCHES:
+        stretch = times * job.target / job.train_length
         if stretch >= 1:
-            yield stretch, ROPES[method](job, stretch, theta, width)
+            with roped_as(model, _rope(model, job, method, stretch)):
+                losses[stretch] = float(loss_by_position(model, job.choose).mean())
+            advance(1, f"×{stretch:g}: loss {losses[stretch]:.4f}")
+    return job.patch(method, rope=_rope(model, job, method, min(losses, key=losses.__getitem__)))
+
+
+def _rope(model: PreTrainedModel, job: Job, method: str, stretch: float) -> Rope:
+    config = model.config.get_text_config()
+    own = _global(config.rope_parameters)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = round(width * own.get("partial_rotary_factor", 1.0))
+    return ROPES[method](job, stretch, float(own["rope_theta"]), turned)
 
 
 def _global(rope: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +84,10 @@ def _global(rope: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def roped_as(model: PreTrainedModel, rope: Rope) -> Iterator[None]:
     """The model with other rope parameters, for a block."""
-    before = copy.deepcopy(_global(model.config.get_text_config().rope_parameters))
+    before = copy.deepcopy(model.config.get_text_config().rope_parameters)
     set_rope(model, rope)
     try:
         yield
     finally:
-        set_rope(model, before)
+        set_rope(model, _global(before))
+        model.config.get_text_config().rope_parameters = before

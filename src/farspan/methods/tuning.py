@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from farspan.errors import FarspanError
 from farspan.methods.job import Job
 from farspan.train.loop import Moment, Plan, train
 from farspan.train.optim import Optimization, optimizers
@@ -27,24 +28,35 @@ class Tuning:
     warmup: int = 20
     save_every: int = 100
 
+    def __post_init__(self):
+        for name in ("steps", "batch", "micro_batch", "save_every"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"tuning.{name} is {getattr(self, name)}; give 1 or more")
 
-class NextToken(nn.Module):
-    """The mean loss of a batch of windows by any causal model."""
+
+class LossOf(nn.Module):
+    """The mean loss of a batch of windows by any causal model; on a GPU its products are in bf16."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[str, Tensor]:
-    """The model's weights after tuning on the search windows, by name; the model itself is left as it was."""
+    """The model's weights after tuning on the search windows, by name; the model itself is left as it was.
+
+    They learn in float32 whatever they are kept in: most steps are too small for bf16 to notice.
+    """
     state = processes()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    module: nn.Module = NextToken(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    module: nn.Module = LossOf(model)
     if state.num_processes > 1:
         from accelerate import Accelerator
 
@@ -66,8 +78,7 @@ def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[st
     try:
         with job.kept(name) as folder:
             train(work, Plan(tuning.steps, job.seed, how, tuning.save_every, log_every=1), folder, listen)
-        return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
+        return {name: parameter.detach().to(before[name].dtype).cpu() for name, parameter in trained.items()}
     finally:
-        with torch.no_grad():
-            for key, parameter in trained.items():
-                parameter.copy_(before[key])
+        for key, parameter in trained.items():
+            parameter.data, parameter.grad = before[key], None

@@ -49,12 +49,14 @@ def full_grid(model: PreTrainedModel, job: Job, windows: Tensor, low: float, hig
     values = np.round(np.arange(round(low / STEP), round(high / STEP) + 1) * STEP, 2)
     advance = job.progress("grid", len(values))
     rows = []
-    for value in values:
-        seam.install(model, job.uniform(float(value)))
-        curve = loss_by_position(model, windows)
-        rows.append([float(part.mean()) for part in torch.tensor_split(curve, bins)])
-        advance(1, f"λ̂ {value:g}")
-    seam.uninstall(model)
+    try:
+        for value in values:
+            seam.install(model, job.uniform(float(value)))
+            curve = loss_by_position(model, windows)
+            rows.append([float(part.mean()) for part in torch.tensor_split(curve, bins)])
+            advance(1, f"λ̂ {value:g}")
+    finally:
+        seam.uninstall(model)
     loss = np.array(rows)
     length = windows.shape[1]
     positions = (np.arange(bins) + 0.5) * length / bins

@@ -121,8 +121,12 @@ def newest(run: Path) -> Checkpoint | None:
         except FarspanError as error:
             log.warning("%s is set aside: %s", folder.name, error)
             os.replace(folder, _free_name(folder.with_name(f"broken-{folder.name}")))
-    if folders:
-        raise CorruptError(f"none of the {len(folders)} checkpoints in {home(run)} is whole; choose another folder")
+    broken = len(list(home(run).glob("broken-*")))
+    if broken:
+        raise CorruptError(
+            f"none of the {broken} checkpoints in {home(run)} is whole; choose another folder, or remove that one to "
+            "begin again"
+        )
     return None
 
 

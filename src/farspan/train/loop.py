@@ -67,7 +67,8 @@ def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: N
     both cases the run's folder holds the last good state.
     """
     state = processes()
-    found = checkpoint.newest(run)
+    with state.main_process_first():  # which sets broken ones aside
+        found = checkpoint.newest(run)
     step, calm = 0, math.nan
     if found is not None:
         checkpoint.restore(found, work.trained, work.optimizers)

@@ -39,8 +39,12 @@ class Optimization:
             raise FarspanError(f"optimizer {self.optimizer!r} is unknown; choose {' or '.join(OPTIMIZERS)}")
         if self.schedule not in SHAPES:
             raise FarspanError(f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SHAPES)}")
-        if not 0 <= self.decay <= 1 or not 0 <= self.floor <= 1:
-            raise FarspanError(f"decay {self.decay:g} and floor {self.floor:g} are shares; choose them from 0 to 1")
+        for name in ("decay", "floor", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise FarspanError(f"{name} is {getattr(self, name):g}; choose it from 0 to 1")
+        for name in ("lr", "matrix_lr", "weight_decay", "warmup", "clip"):
+            if getattr(self, name) < 0:
+                raise FarspanError(f"{name} is {getattr(self, name):g}; it cannot be less than 0")
 
 
 def rate(step: int, steps: int, how: Optimization) -> float:
@@ -59,6 +63,8 @@ def rate(step: int, steps: int, how: Optimization) -> float:
 def optimizers(module: nn.Module, how: Optimization) -> list[Optimizer]:
     """The optimizers of a module's trainable parameters. Tables and vectors are never decayed."""
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    if (head := getattr(module, "get_output_embeddings", lambda: None)()) is not None:
+        tables.add(id(head.weight))  # a head of its own is a table of tokens too
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in tables]
     chosen = {id(parameter) for parameter in matrices}

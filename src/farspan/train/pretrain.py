@@ -124,6 +124,17 @@ class Pretraining:
         for key in ("steps", "length", "batch", "micro_batch", "save_every", "log_every"):
             if getattr(self.train, key) < 1:
                 raise FarspanError(f"train.{key} is {getattr(self.train, key)}; give 1 or more")
+        for key in ("layers", "width", "heads", "ff"):
+            if getattr(self.model, key) < 1:
+                raise FarspanError(f"model.{key} is {getattr(self.model, key)}; give 1 or more")
+        if self.model.table and self.model.table < self.train.length:
+            raise FarspanError(
+                f"model.table has {self.model.table} rows for windows of {self.train.length} tokens; give as many, or 0"
+            )
+        if not 0 <= self.seed < 2**20:
+            raise FarspanError(f"seed is {self.seed}; choose it from 0 to {2**20 - 1}")
+        if not all(0 < share <= 1 for share in self.train.keep_at):
+            raise FarspanError(f"train.keep_at is {list(self.train.keep_at)}; these are shares of the steps, up to 1")
         if not 0 <= self.data.passkey <= 1:
             raise FarspanError(f"data.passkey is {self.data.passkey:g}; it is a share of the rows, from 0 to 1")
 
@@ -175,7 +186,7 @@ def prepare(recipe: Pretraining, progress: Progress = silent) -> Prepared:
     files = {name: find_files(recipe.data, name) for name in recipe.data.sources}
     cache = Path(recipe.data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
     with processes().main_process_first():
-        tokenizer = _tokenizer(recipe.data, files, cache)
+        tokenizer = _tokenizer(recipe, files, cache)
         shards = {
             name: _packed(name, paths, tokenizer, cache, recipe.data.processes or os.cpu_count() or 1, progress)
             for name, paths in files.items()
@@ -221,20 +232,22 @@ def _documents(paths: Sequence[Path]) -> Iterator[Document]:
 
 
 def _described(paths: Sequence[Path]) -> str:
-    """Names and sizes: what tells one corpus from another without reading it."""
+    """Names, sizes and times: what tells one corpus from another without reading it."""
     files = [part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    return " ".join(f"{file.name}:{file.stat().st_size}" for file in files)
+    return " ".join(f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime:.0f}" for file in files)
 
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def _tokenizer(data: Data, files: dict[str, list[Path]], cache: Path) -> PreTrainedTokenizerBase:
-    if data.tokenizer:
-        if not (Path(data.tokenizer) / "tokenizer.json").exists():
-            raise FarspanError(f"{data.tokenizer} holds no tokenizer.json; give a folder that holds a tokenizer")
-        return AutoTokenizer.from_pretrained(data.tokenizer)
+def _tokenizer(recipe: Pretraining, files: dict[str, list[Path]], cache: Path) -> PreTrainedTokenizerBase:
+    """The one that is named, or that of the model to start from, or one trained on the text."""
+    data = recipe.data
+    if given := data.tokenizer or recipe.from_:
+        if not (Path(given) / "tokenizer.json").exists():
+            raise FarspanError(f"{given} holds no tokenizer.json; give a folder that holds a tokenizer")
+        return AutoTokenizer.from_pretrained(given)
     shares = {name: texts.weight for name, texts in data.sources.items()}
     corpus = [_described(paths) for paths in files.values()]
     folder = cache / f"tokenizer-{data.vocabulary}-{_digest(corpus, shares, data.tokenizer_megabytes)}"
@@ -323,12 +336,13 @@ def pretrain(
     """Train, or go on training, what the recipe says in the folder `run`; returns model, data and metrics."""
     state = processes()
     refuse_another(recipe, run)
+    recipe.config()  # a shape that cannot be is known before any text is read
     prepared = prepared or prepare(recipe, progress)
-    if state.is_main_process and not (run / RECIPE).exists():
-        write_text(run / RECIPE, to_toml(recipe))
     config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
     model = build(recipe, config).to(state.device)
     work = pretraining(recipe, model, prepared)
+    if state.is_main_process and not (run / RECIPE).exists():
+        write_text(run / RECIPE, to_toml(recipe))
     try:
         metrics = train(work, recipe.plan, run, listen)
     except RuntimeError as error:
@@ -347,12 +361,11 @@ def pretraining(recipe: Pretraining, model: FarspanForCausalLM, prepared: Prepar
     on_gpu = state.device.type == "cuda"
     how = recipe.train
     precision = torch.bfloat16 if how.precision == "bf16" or (how.precision == "auto" and on_gpu) else None
-    if on_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = True
     if how.checkpoint_layers:
         model.gradient_checkpointing_enable()
     model.train()
-    module: nn.Module = NextToken(model, precision, how.compile == "yes" or (how.compile == "auto" and on_gpu))
+    compiled = how.compile == "yes" or (how.compile == "auto" and on_gpu)
+    module: nn.Module = NextToken(model, precision, compiled)
     if state.num_processes > 1:
         module = _spread(module, model, how.parallel)
     elif how.parallel == "fsdp":
@@ -377,7 +390,7 @@ def pretraining(recipe: Pretraining, model: FarspanForCausalLM, prepared: Prepar
         batches,
         tokens=how.batch * how.length,
         flops=flops_per_token(model.config, how.length),
-        recorded=on_gpu and state.num_processes == 1,
+        recorded=on_gpu and compiled and state.num_processes == 1 and not how.checkpoint_layers,
         beside=beside,
     )
 

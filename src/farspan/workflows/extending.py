@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.patch import Patch, fingerprint, forget_lengths
 from farspan.attention.probe import Layer, probe
 from farspan.data.documents import read_documents
+from farspan.data.passkey import Passkeys
 from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_share
@@ -29,14 +32,17 @@ from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning
 from farspan.methods.uniform import uniform
+from farspan.model.fast import PAYS
 from farspan.model.loss import last_logits
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
+from farspan.train.sharding import processes
+from farspan.workflows.inspection import scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
 
 BEYOND = 1.125  # the search reads a little beyond the target, as paper A's 18K for 16K
-SHELF = Path(__file__).parent.parent / "assets" / "recipes"
+SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "extend"
 PROVEN = 256  # positions at the end of a window, where every method does something
 TUNINGS = {"": None, "fair": 200, "raw": 1000}
 
@@ -58,6 +64,13 @@ class Extension:
     def __post_init__(self):
         if self.tune not in TUNINGS:
             raise FarspanError(f"tune is {self.tune!r}; choose fair (200 steps), raw (1000) or leave it away")
+        for name in ("search_windows", "choose_windows", "report_windows"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.passkeys < 0:
+            raise FarspanError(f"passkeys is {self.passkeys}; give 0 or more")
+        if not 0 <= self.seed < 2**20:
+            raise FarspanError(f"seed is {self.seed}; choose it from 0 to {2**20 - 1}")
 
 
 Fit = Callable[[PreTrainedModel, Job, Extension], Patch]
@@ -123,13 +136,15 @@ def extend(
 
     >>> farspan.extend("nope-twin", to=1024, out="nope-1k", method="headscale")
     """
-    out, how = Path(out), recipe or Extension()
+    out, how, state = Path(out), recipe or Extension(), processes()
     names = _method_names(method)
     check_free(out)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if (Path(source) / "patch.json").exists():
+        raise FarspanError(f"{source} is a patch already; extend its base model, with both methods joined by +")
 
     def fresh() -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        return load(source, position=position, device=device, trust_remote_code=trust_remote_code)
+        loaded = load(source, position=position, device=device or state.device, trust_remote_code=trust_remote_code)
+        return in_exact_numbers(loaded.model), loaded.tokenizer
 
     ready = progress("load and read", 2)
     model, tokenizer = fresh()
@@ -138,64 +153,93 @@ def extend(
         raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
     length = _checked_length(source, to, train_length or trained_on(model.config))
     layers = probe(model)
-    names, notes = _fitting(names, layers, str(source))
+    notes = _suited(names, layers, str(source))
     splits = _splits(data, tokenizer, to, how)
     ready()
-    work = out.with_name(f".{out.name}.search")
-    _claim(work, how, f"{source} to {to} by {method}")
     job = Job(
         target=to,
         train_length=length,
         search=splits["search"].ids,
         choose=splits["choose"].ids,
-        layers=scaled_layers(layers),
+        layers=scaled_by_default(layers),
         heads=layers[0].heads,
         model=fingerprint(model),
         name=str(source),
         position=position,
         seed=how.seed,
-        folder=work,
+        folder=out.with_name(f".{out.name}.search"),
         progress=progress,
     )
     report = splits["report"].ids
-    try:
+    with _searching(job, how, method):
         before = _measured(model, tokenizer, report, job, how)
         patch, why = fit_in_turn(model, job, how, names)
         after = _measured(model, tokenizer, report, job, how)
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise FarspanError(
-            f"memory does not reach for windows of {splits['search'].ids.shape[1]} tokens; give the same command with "
-            f"search.micro_batch=1, or a shorter target than {to}"
-        ) from error
-    notes = (*notes, *why)
-    with new_folder(out) as new:
-        patch.write_into(new)
-        write_text(new / "recipe.toml", to_toml(how))
-        proof, effect = _prove(new, model, fresh()[0], report[:1])
         found = Extended(
             patch,
             out,
             before=before[0],
             after=after[0],
             curves={"before": before[1], "after": after[1]},
-            proof=proof,
-            effect=effect,
-            notes=notes,
+            proof=math.nan,
+            effect=math.nan,
+            notes=(*notes, *why),
         )
-        _record(new, found, job, how, method, splits)
-    shutil.rmtree(work, ignore_errors=True)
+        if state.is_main_process:
+            with new_folder(out) as new:
+                patch.write_into(new)
+                write_text(new / "recipe.toml", to_toml(how))
+                proof, effect = _prove(new, model, fresh()[0], report[:1])
+                found = replace(found, proof=proof, effect=effect)
+                _record(new, found, job, how, method, splits)
+        state.wait_for_everyone()
     return found
+
+
+def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that is not large in float32: where scores are large, bf16 drowns the gradient of a scale."""
+    return model.float() if model.num_parameters() < PAYS else model
+
+
+@contextmanager
+def _searching(job: Job, how: Extension, method: str) -> Iterator[None]:
+    """A search that was stopped goes on from its folder; another's is not touched; one that is done, or failed before
+    there was anything to go on from, leaves nothing behind."""
+    folder = job.folder
+    assert folder is not None
+    free = replace(how, search=replace(how.search, micro_batch=1, save_every=1))  # what may change on the way
+    text = hashlib.sha256(job.search.numpy().tobytes() + job.choose.numpy().tobytes()).hexdigest()
+    mine = f"# {method} to {job.target} from {job.train_length}, weights {job.model}, text {text}\n{to_toml(free)}"
+    file = folder / "claim.toml"
+    if file.exists() and file.read_text(encoding="utf-8") != mine:
+        raise FarspanError(f"{folder} holds the unfinished search of another extension; finish that one, or remove it")
+    state = processes()
+    if state.is_main_process:
+        write_text(file, mine)
+    try:
+        yield
+    except BaseException as error:
+        if state.is_main_process and not list(folder.glob("*/checkpoints/step-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, RuntimeError) and out_of_memory(error):
+            raise FarspanError(
+                f"memory does not reach for windows of {job.search.shape[1]} tokens; give the same command with "
+                f"search.micro_batch=1, or a shorter target than {job.target}"
+            ) from error
+        raise
+    if state.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_extension(source: str | None, changes: Sequence[str]) -> Extension:
     """The recipe of an extension, from a file where one is given, with `key=value` changes."""
-    return load_recipe(Extension, source or "extend", changes, shelf=SHELF)
+    return load_recipe(Extension, source or "default", changes, shelf=SHELF)
 
 
 def _method_names(method: str) -> list[str]:
-    names = ["auto"] if method == "auto" else method.split("+")
+    names = method.split("+")
+    if "auto" in names and len(names) > 1:
+        raise FarspanError(f"{method}: auto chooses by itself; give it alone, or name the methods to combine")
     for name in names:
         if name not in METHODS and name != "auto":
             near = difflib.get_close_matches(name, [*METHODS, "auto"], 1)
@@ -216,8 +260,8 @@ def _checked_length(source: str | Path, to: int, length: int | None) -> int:
     return length
 
 
-def _fitting(names: list[str], layers: Sequence[Layer], source: str) -> tuple[list[str], tuple[str, ...]]:
-    """The methods, if this model has what they work on; what is unusual is said."""
+def _suited(names: list[str], layers: Sequence[Layer], source: str) -> tuple[str, ...]:
+    """Refuse methods for which this model has not what they work on; what is unusual is said."""
     kinds = {layer.position for layer in layers}
     rotary = "rope" in kinds
     for name in names:
@@ -227,16 +271,8 @@ def _fitting(names: list[str], layers: Sequence[Layer], source: str) -> tuple[li
                 "uniform, headscale or headlog"
             )
     if rotary and "none" not in kinds and set(names) & set(SCALED) and not set(names) & set(ROPED):
-        return names, (
-            "every layer of this model rotates, and scales alone do little there; try yarn or yarn+headscale",
-        )
-    return names, ()
-
-
-def scaled_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
-    """Those without positions, for they are the ones that get distracted; all, where there are none."""
-    free = tuple(layer.index for layer in layers if layer.position == "none")
-    return free or tuple(layer.index for layer in layers)
+        return ("all layers of this model rotate, and scales alone do little there; try yarn or yarn+headscale",)
+    return ()
 
 
 def _splits(
@@ -246,21 +282,13 @@ def _splits(
     limits = {"search": how.search_windows, "choose": how.choose_windows, "report": how.report_windows}
     if isinstance(data, str | Path):
         return split_windows(read_documents(data), tokenizer, lengths, limits)
-    missing = sorted(set(lengths) - set(data))
-    if missing or len(data) > 3:
+    if set(data) != set(lengths):
         raise FarspanError(
             f"text is named {', '.join(data)}; give one corpus, or three as search=PATH, choose=PATH and report=PATH"
         )
+    if str(data["report"]) in (str(data["search"]), str(data["choose"])):
+        raise FarspanError(f"report={data['report']} was searched or chosen by, too; report on other text")
     return {name: cut_windows(read_documents(data[name]), tokenizer, lengths[name], limits[name]) for name in lengths}
-
-
-def _claim(work: Path, how: Extension, what: str) -> None:
-    """A search that was stopped goes on; another's is not touched."""
-    mine = f"# {what}\n{to_toml(how)}"
-    file = work / "recipe.toml"
-    if file.exists() and file.read_text(encoding="utf-8") != mine:
-        raise FarspanError(f"{work} holds the unfinished search of another extension; finish that one, or remove it")
-    write_text(file, mine)
 
 
 def fit_in_turn(model: PreTrainedModel, job: Job, how: Extension, names: list[str]) -> tuple[Patch, tuple[str, ...]]:
@@ -272,6 +300,7 @@ def fit_in_turn(model: PreTrainedModel, job: Job, how: Extension, names: list[st
         part = METHODS[name](model, job, how)
         part.apply(model) if whole is None else _apply_on_top(part, model)
         whole = part if whole is None else whole.then(part)
+        job = replace(job, layers=scaled_by_default(probe(model)))  # dropped rotation leaves more of them free
     assert whole is not None
     return whole, ()
 
@@ -285,10 +314,14 @@ def _best(model: PreTrainedModel, job: Job, how: Extension) -> tuple[Patch, tupl
     """Of the methods that suit the model, the one that the second split likes best."""
     rotary = all(layer.position == "rope" for layer in probe(model))
     candidates = ["ntk", "yarn"] if rotary else ["uniform", "headscale", "headlog"]
-    patches = {name: METHODS[name](model, job, how) for name in candidates}
-    losses = {}
-    for name, patch in patches.items():
-        losses[name] = _loss_with(model, patch, job.choose)
+    patches: dict[str, Patch] = {}
+    for name in candidates:
+        patches[name] = METHODS[name](model, job, how)
+        if name == "uniform" and not how.search.init:  # where the others start, and need not look for again
+            found = patches[name].scales
+            assert found is not None
+            how = replace(how, search=replace(how.search, init=max(1.0, float(found.base[0, 0]))))
+    losses = {name: _loss_with(model, patch, job.choose) for name, patch in patches.items()}
     best = min(losses, key=losses.__getitem__)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
     patches[best].apply(model)
@@ -307,12 +340,15 @@ def _measured(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: Tensor, job: Job, how: Extension
 ) -> tuple[dict[str, float], np.ndarray]:
     """Loss at marks and passkeys told, by name; and the whole curve."""
+    forget_lengths(model)
     curve = loss_by_position(model, windows).numpy()
     span = max(1, job.train_length // 4)
     found = {f"loss@{mark}": float(curve[max(0, mark - span) : mark].mean()) for mark in marks(job)}
     if how.passkeys:
+        shortest = Passkeys(tokenizer).shortest
         for mark in marks(job):
-            if mark >= job.train_length:
+            if mark >= max(shortest, job.train_length):
+                forget_lengths(model)
                 found[f"passkey@{mark}"] = passkey_share(model, tokenizer, mark, keys=how.passkeys, seed=how.seed)
     return found, curve
 
@@ -328,6 +364,7 @@ def _prove(folder: Path, fitted: PreTrainedModel, base: PreTrainedModel, tokens:
     """Reload the saved patch onto a fresh model: it must do what the fitted one does, and something."""
     without = last_logits(base, tokens, PROVEN)
     reloaded = last_logits(Patch.load(folder).apply(base), tokens, PROVEN)
+    forget_lengths(fitted)
     meant = last_logits(fitted, tokens, PROVEN)
     difference, effect = float((reloaded - meant).abs().max()), float((reloaded - without).abs().max())
     scale = float(meant.abs().max())
@@ -356,7 +393,14 @@ def _record(
     write_record(
         folder / "record.json",
         "extend",
-        {"model": job.name, "to": job.target, "method": method, "recipe": asdict(how)},
+        {
+            "model": job.name,
+            "to": job.target,
+            "method": method,
+            "train_length": job.train_length,
+            "position": job.position,
+            "recipe": asdict(how),
+        },
         {
             "before": found.before,
             "after": found.after,

@@ -204,10 +204,10 @@ def train_length(config: PreTrainedConfig) -> int | None:
     return rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
 
 
-def scaled_by_default(positions: Sequence[tuple[int, str]]) -> tuple[int, ...]:
-    """The layers that scales go to: those without positions, and all where there are none."""
-    without = tuple(index for index, position in positions if position == "none")
-    return without or tuple(index for index, _ in positions)
+def scaled_by_default(layers: Sequence[Layer]) -> tuple[int, ...]:
+    """The layers that scales go to: those without positions, for they get distracted; all, where there are none."""
+    without = tuple(layer.index for layer in layers if layer.position == "none")
+    return without or tuple(layer.index for layer in layers)
 
 
 def _fold(model: PreTrainedModel, layers: list[Layer]) -> FoldReport:
@@ -227,7 +227,7 @@ def _fold(model: PreTrainedModel, layers: list[Layer]) -> FoldReport:
         if names := sorted({site.name for site in uniform if isinstance(site, Site)}):
             why.append(f"one scale for a whole layer folds there, into {', '.join(names)}")
     folding = tuple(index for index, site in sites.items() if isinstance(site, Site))
-    targets = scaled_by_default([(layer.index, layer.position) for layer in layers])
+    targets = scaled_by_default(layers)
     names = sorted({site.name for index, site in sites.items() if isinstance(site, Site)})
     return FoldReport(
         possible=set(targets) <= set(folding),

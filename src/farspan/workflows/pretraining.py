@@ -35,7 +35,7 @@ from farspan.train.pretrain import (
 from farspan.train.pretrain import pretrain as run_recipe
 from farspan.train.sharding import processes, whole
 
-SHELF = Path(__file__).parent.parent / "assets" / "recipes"
+SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "pretrain"
 GIB = 2**30
 
 
@@ -57,7 +57,7 @@ class Estimate:
     flops: float
     weights_gib: float  # weights, gradients and the optimizer's state, on one device
     activations_gib: float  # of one micro batch
-    files_mb: float  # of the text, as it lies there
+    files_mb: float | None  # of the text, as it lies there; None where it is not found
     rate: float  # FLOP/s of matrix products on this device, measured now
 
     @property
@@ -83,17 +83,24 @@ def estimate(recipe: Pretraining) -> Estimate:
     states = 4 * (2 if recipe.optimization.optimizer == "adamw" else 1)
     shared = count if how.parallel == "fsdp" else 1
     tokens = how.steps * how.batch * how.length
-    files = [path for name in recipe.data.sources for path in find_files(recipe.data, name)]
-    sizes = [part.stat().st_size for path in files for part in ([path] if path.is_file() else path.rglob("*"))]
     return Estimate(
         parameters,
         tokens,
         tokens * flops_per_token(config, how.length),
         parameters * (4 + 4 + states) / shared / GIB,
         kept / GIB,
-        sum(sizes) / 1e6,
+        _megabytes(recipe),
         count * matrix_rate(narrow),
     )
+
+
+def _megabytes(recipe: Pretraining) -> float | None:
+    try:
+        files = [path for name in recipe.data.sources for path in find_files(recipe.data, name)]
+    except FarspanError:
+        return None
+    parts = [part for path in files for part in ([path] if path.is_file() else path.rglob("*"))]
+    return sum(part.stat().st_size for part in parts) / 1e6
 
 
 def matrix_rate(narrow: bool) -> float:
@@ -134,10 +141,10 @@ def pretrain(
     """
     recipe = read_recipe(source, overrides)
     run = Path(out or Path("runs") / Path(source).stem)
-    if recipe.train.tensorboard:
+    if recipe.train.tensorboard and processes().is_main_process:
         listen = _also_to_tensorboard(run, listen)
     done = run / "record.json"
-    if done.exists():
+    if done.exists() and (run / "model").exists():
         refuse_another(recipe, run)
         found = read_json(done)
         return Finished(run / "model", found["steps"], found["loss"], already=True)
@@ -156,7 +163,8 @@ def pretrain(
 
 
 def _matters(override: str) -> bool:
-    return override.partition("=")[0] not in FREE
+    """Where things lie and how the work is spread is nobody else's business."""
+    return override.partition("=")[0].rpartition(".")[2] not in {key.rpartition(".")[2] for key in FREE}
 
 
 def _also_to_tensorboard(run: Path, listen: Listener) -> Listener:
@@ -166,9 +174,12 @@ def _also_to_tensorboard(run: Path, listen: Listener) -> Listener:
         raise FarspanError(
             "train.tensorboard=true needs tensorboard; install it with pip install 'farspan[tensorboard]'"
         ) from None
-    writer = SummaryWriter(run / "tensorboard")
+    writers: list[Any] = []
 
     def both(moment) -> None:
+        if not writers:  # at the first step: until then the folder is not this run's
+            writers.append(SummaryWriter(run / "tensorboard"))
+        (writer,) = writers
         for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
             writer.add_scalar(name, getattr(moment, name), moment.step)
         writer.flush()

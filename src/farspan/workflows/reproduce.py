@@ -32,10 +32,12 @@ from farspan.methods.job import Job, Progress
 from farspan.methods.uniform import full_grid
 from farspan.recipe import changed, load_recipe, to_toml
 from farspan.train.pretrain import find_files
-from farspan.workflows.extending import BEYOND, METHODS, SHELF, Extension, fit_in_turn, scaled_layers
+from farspan.workflows.extending import BEYOND, METHODS, Extension, fit_in_turn, in_exact_numbers
+from farspan.workflows.inspection import scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import pretrain, read_recipe
 
+SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "study"
 BINS_INSIDE = 16  # bins of positions to a training length, in what a cell keeps
 
 
@@ -161,6 +163,7 @@ def _text(study: Study, file: str) -> Path:
 
 def _run(study: Study, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     model, tokenizer = load(folder, device=device)
+    model = in_exact_numbers(model)
     if tokenizer is None:
         raise FarspanError(f"{folder} has no tokenizer, and text must become tokens; add its tokenizer.json")
     length = trained_on(model.config) or 0
@@ -195,7 +198,7 @@ def _fit(
         train_length=length,
         search=_windows(study, study.search, tokenizer, round(BEYOND * target), how.search_windows, cell.seed),
         choose=_windows(study, study.choose, tokenizer, target, how.choose_windows, 0),
-        layers=scaled_layers(layers),
+        layers=scaled_by_default(layers),
         heads=layers[0].heads,
         model=fingerprint(model),
         name=cell.model,
@@ -242,9 +245,12 @@ def _measured(study: Study, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 def _grid(study: Study, name: str, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     model, tokenizer = load(folder, device=device)
+    model = in_exact_numbers(model)
     length, layers = trained_on(model.config) or 0, probe(model)
     windows = _windows(study, study.choose, tokenizer, 8 * length, study.extension.choose_windows, 0)
-    job = Job(8 * length, length, windows, windows, scaled_layers(layers), layers[0].heads, fingerprint(model), name)
+    job = Job(
+        8 * length, length, windows, windows, scaled_by_default(layers), layers[0].heads, fingerprint(model), name
+    )
     grid = full_grid(model, replace(job, progress=progress), windows, study.grid_low, study.grid_high)
     tables = {key: np.asarray(getattr(grid, key)).round(4).tolist() for key in ("values", "loss", "positions", "best")}
     law = {"slope": grid.slope, "interval": list(grid.interval), "r2": grid.r2}

@@ -1,0 +1,100 @@
+"""Constant per-head scales as an adapter that stock peft loads, merges and serves.
+
+IA3 multiplies the outputs of a linear layer by a vector. With each head's scale repeated over the rows that make its
+queries, and 1 elsewhere, that is the scale itself: no approximation, and a few kilobytes beside the base model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
+from farspan.attention.patch import Patch
+from farspan.errors import FarspanError
+from farspan.files import write_json
+from farspan.formats.fold import Site, find_sites
+from farspan.loading import quiet
+
+
+def write_peft(model: PreTrainedModel, patch: Patch, folder: Path) -> None:
+    """Fill a folder with the adapter for a base model that is off the seam."""
+    from safetensors.torch import save_file
+
+    if importlib.util.find_spec("peft") is None:
+        raise FarspanError("an adapter is proven by loading it with peft; install it with pip install 'farspan[peft]'")
+    vectors = ia3_vectors(model, patch)
+    save_file(
+        {f"base_model.model.{name}.ia3_l": vector for name, vector in vectors.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    write_json(
+        folder / "adapter_config.json",
+        {
+            "peft_type": "IA3",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": patch.name,
+            "target_modules": sorted({name.rpartition(".")[2] for name in vectors}),
+            "feedforward_modules": [],
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_ia3_weights": True,
+            "modules_to_save": None,
+        },
+    )
+
+
+def ia3_vectors(model: PreTrainedModel, patch: Patch) -> dict[str, Tensor]:
+    """For each linear layer that the adapter reaches, by its name in the model: what multiplies its outputs, [out, 1].
+
+    peft finds layers by the ends of their names, so those without a scale get ones.
+    """
+    scales = patch.scales
+    if scales is None or patch.rope is not None or patch.weights is not None:
+        what = "rope parameters" if patch.rope is not None else "tuned weights" if patch.weights else "no scales"
+        raise FarspanError(f"the patch holds {what}, and an IA3 adapter holds scales alone; use --format stock or live")
+    if not scales.constant:
+        raise FarspanError(
+            f"scales with basis {scales.basis!r} grow with the context and an adapter is constant; use --format live"
+        )
+    modules = {call.layer: call.module for call in seam.attention_calls(model)}
+    vectors: dict[nn.Module, Tensor] = {}
+    for (layer, site), scale in zip(find_sites(model, scales).items(), scales.base.detach(), strict=True):
+        if isinstance(site, str):
+            raise FarspanError(f"the scales of layer {layer} fit no adapter: {site}; use --format live")
+        linear = _checked_linear(modules[layer].get_submodule(site.name), site, layer)
+        vectors[linear] = site.scaled("weight", torch.ones(linear.out_features, 1), scale.cpu())
+    ends = {name.rpartition(".")[2] for name, module in model.named_modules() if module in vectors}
+    return {
+        name: vectors.get(module, torch.ones(module.out_features, 1))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in ends
+    }
+
+
+def _checked_linear(module: nn.Module, site: Site, layer: int) -> nn.Linear:
+    if not isinstance(module, nn.Linear) or site.rule != "times" or site.owners["weight"][0] != 0:
+        raise FarspanError(
+            f"the scales of layer {layer} go into {site.name}, a {type(module).__name__}, and IA3 reaches rows of "
+            "linear layers alone; use --format folded"
+        )
+    heads = site.owners["weight"][1]
+    if bool((heads < 0).any()):
+        raise FarspanError(
+            f"layer {layer} makes queries, keys and values in one {site.name}, and the adapter is for a query "
+            "projection of its own; use --format folded"
+        )
+    return module
+
+
+def read_peft(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The base model with the adapter, as stock peft makes it, merged."""
+    from peft import PeftModel
+
+    with quiet():
+        return PeftModel.from_pretrained(base, folder).merge_and_unload()

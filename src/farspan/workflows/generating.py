@@ -1,0 +1,106 @@
+"""`farspan generate`: text after a prompt, piece by piece as it comes, by any model that farspan loads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
+
+from farspan.attention.probe import probe
+from farspan.errors import FarspanError
+from farspan.loading import load, quiet
+
+
+def read_prompt(file: Path) -> str:
+    """The text of a prompt file, whole."""
+    if not file.is_file():
+        raise FarspanError(f"{file} is no file; give the prompt as a text file, or as --prompt TEXT")
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FarspanError(f"{file} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
+
+
+def generate(
+    source: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    position: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Iterator[str]:
+    """At most so many tokens after the prompt, in pieces of text. Temperature 0 takes the likeliest token each time.
+
+    >>> print("".join(farspan.generate("nope-twin", "The pass key is", tokens=8)))
+    """
+    if not prompt:
+        raise FarspanError("the prompt is empty, and a model goes on from something; give some text")
+    if tokens < 1:
+        raise FarspanError(f"{tokens} tokens are none; ask for 1 or more")
+    if not 0 <= temperature < float("inf"):
+        raise FarspanError(f"a temperature of {temperature:g} has no meaning; give 0 for the likeliest, or more")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        raise FarspanError(f"{source} has no tokenizer, and a prompt must become tokens; add its tokenizer.json")
+    asked = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
+    length, limit = asked["input_ids"].shape[1], longest(model)
+    if limit is not None and length + tokens > limit:
+        raise FarspanError(
+            f"the prompt has {length} tokens and {tokens} more are asked for, and the position table of {source} ends "
+            f"at {limit}; give a shorter prompt, or ask for fewer tokens"
+        )
+    # Whatever the checkpoint's own settings for sampling are, these are the ones that were asked for.
+    options = {"do_sample": temperature > 0, "temperature": temperature or None, "top_k": None, "top_p": None}
+    given = {key: asked[key] for key in ("input_ids", "attention_mask")}
+    torch.manual_seed(seed)
+    return _pieces(model, tokenizer, {**given, **options, "max_new_tokens": tokens, "num_beams": 1})
+
+
+def _pieces(model: PreTrainedModel, tokenizer, options: dict) -> Iterator[str]:
+    """What `model.generate` says, as it says it: it runs in a thread, and stops when nobody listens any more."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    left = threading.Event()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with quiet():
+                model.generate(
+                    **options,
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: _all(ids, left.is_set())]),
+                )
+        except BaseException as error:  # told to the one who listens
+            failed.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield from filter(None, streamer)
+    finally:
+        left.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _all(ids: torch.Tensor, value: bool) -> torch.Tensor:
+    return torch.full((len(ids),), value, device=ids.device)
+
+
+def longest(model: PreTrainedModel) -> int | None:
+    """How many positions a model can be asked about: the rows of a learned table; None where nothing ends."""
+    try:
+        learned = any(layer.position == "learned" for layer in probe(model))
+    except FarspanError:  # off the attention interface, so it cannot be asked
+        return None
+    config = model.config.get_text_config()
+    return (getattr(config, "position_table", None) or config.max_position_embeddings) if learned else None
