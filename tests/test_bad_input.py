@@ -15,6 +15,7 @@ from families import FAMILIES
 from farspan import cli
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
+from farspan.errors import FarspanError
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +336,9 @@ def test_a_patch_folder_is_a_model(checkpoints: Path):
     from farspan.attention import seam
 
     assert seam.installed(farspan.load(checkpoints / "patch").model)
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99"])
+def test_a_device_that_is_not_here_is_one_sentence(tmp_path, device):
+    with pytest.raises(FarspanError, match=f"device '{device}' .*choose cpu, or cuda:0"):
+        farspan.load("nope-twin", device=device)

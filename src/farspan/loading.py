@@ -54,6 +54,7 @@ def load(
 
     >>> model, tokenizer = farspan.load("path/to/checkpoint")
     """
+    _check_device(device)
     source = _twin(source)
     if (Path(source) / "patch.json").exists():
         return _load_patched(
@@ -120,6 +121,17 @@ def _twin(source: str | Path) -> str | Path:
     """Where a twin lies, if that is what is named; a folder of the same name goes first."""
     twin = TWINS / str(source)
     return twin if re.fullmatch(r"[a-z]+-twin", str(source)) and not Path(source).exists() and twin.exists() else source
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    """Refuse a device that is misspelt or not here, before anything is read."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = first_line(error)
+        raise FarspanError(f"device {str(device)!r} cannot be used ({why}); choose cpu, or cuda:0") from None
+    if torch.device(device or "cpu").type == "meta":
+        raise FarspanError("device 'meta' holds no numbers to compute with; choose cpu, or cuda:0")
 
 
 def _bearable(dtype: torch.dtype | None, device: str | torch.device | None) -> torch.dtype | None:
