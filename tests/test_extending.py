@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -523,3 +526,20 @@ def test_the_nope_twin_reaches_twice_its_length(tmp_path):
     after = loss_by_position(model, ids)
     assert after[-128:].mean() < before[-128:].mean() - 0.5
     assert after[256:511].mean() < before[256:511].mean() + 0.1
+
+
+def test_torchrun_shares_the_batches_of_a_search(tiny, tmp_path):
+    """Two processes, started as a user would start them, come to the scales that one finds."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "farspan"]
+    few = ["search.steps=4", "search.batch=2", "search.lr=[0.1]", "search.init=1.2", "search.warmup=1", "passkeys=0"]
+    few += ["choose_windows=2", "report_windows=2"]
+    words = ["extend", str(tiny / "none"), "--to", "128", "--method", "headscale", "--data", str(tiny / "text.txt")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name, start in (("two", torchrun), ("one", [sys.executable, "-m", "farspan"])):
+        run = [*start, *words, "-o", str(tmp_path / name), *few]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.count("loss after") == 1
+    scales = [Patch.load(tmp_path / name).scales.base for name in ("one", "two")]
+    assert torch.allclose(*scales, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
