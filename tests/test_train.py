@@ -155,7 +155,7 @@ def sabotaged(name: str, number: int, act, *, before: bool):
 @pytest.mark.parametrize("name", SAVING)
 def test_killed_in_the_middle_of_a_save_it_ends_in_the_same_bits(recipe, prepared, straight, tmp_path, name):
     struck = 0
-    for number in (1, 2, 3, 5, 8, 13, 21):
+    for number in (1, 3, 8, 21):
         for before in (True, False):
             run = tmp_path / f"{number}-{before}"
 
@@ -167,7 +167,7 @@ def test_killed_in_the_middle_of_a_save_it_ends_in_the_same_bits(recipe, prepare
             assert forked(lambda run=run: pretrain.pretrain(recipe, run, prepared=prepared)) == 0
             assert outcome(run) == straight
             assert not list((run / "checkpoints").glob(".*")), "what was half-written is swept away"
-    assert struck >= 6
+    assert struck >= 4
 
 
 def faults(seed: int):
