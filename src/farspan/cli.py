@@ -316,9 +316,11 @@ def demo():
         out_console.rule("[bold]1 · diagnose[/]  why does nope-twin fail beyond 512 tokens?", align="left", style="dim")
         diagnosis = steps.look(progress)
         show_diagnoses([diagnosis], steps.LENGTHS)
+        out_console.print()
         out_console.rule("[bold]2 · extend[/]  one λ̂ for all heads (UniformScale)", align="left", style="dim")
         uniform = steps.by_one_number(folder, progress)
         show_extension(uniform)
+        out_console.print()
         out_console.rule(
             "[bold]3 · extend[/]  one λ̂ for every head (HeadScale, reduced to 20 steps of 2 windows)",
             align="left",
