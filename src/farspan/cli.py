@@ -237,7 +237,7 @@ def reproduce(
             folder,
             device=device,
             progress=progress,
-            say=lambda text: out_console.print(_plain(text)),
+            say=lambda text: out_console.print(text, soft_wrap=True, markup=False),
         )
     for text in results[0]["loss"]:
         out_console.print(f"\n{text}, loss in nats\n")

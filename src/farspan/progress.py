@@ -6,11 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Progress = Callable[[str, int], Callable[..., None]]
 EVERY = 30.0  # seconds between two lines where no terminal is
 
 
+def silent(label: str, steps: int) -> Callable[..., None]:
+    """A bar that nobody sees."""
+    return lambda *moved: None
+
+
 @contextmanager
-def bars() -> Iterator[Callable[[str, int], Callable[..., None]]]:
+def bars() -> Iterator[Progress]:
     """Inside the block, bar(label, steps) opens a bar and returns what moves it: advance(count=1, note="").
 
     With no steps the end is unknown, and only the note tells how far it is.

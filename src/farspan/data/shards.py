@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import accumulate, chain, takewhile
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,9 @@ MANIFEST = "manifest.json"
 NAME = "tokens-{:05d}.safetensors"
 DTYPES = {"uint16": "U16", "uint32": "U32", "int64": "I64"}  # as numpy and as safetensors call them
 BATCH = 1 << 20  # characters tokenized at once
+
+
+Sized = TypeVar("Sized", str, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def pack(
     texts: Iterator[str] = (document.text for document in documents if document.text)
     texts = _after(texts, sum(shard.documents for shard in manifest.shards), folder, source)
     so_far = sum(shard.tokens for shard in manifest.shards)
-    with closing(_encoded(_batches(texts), encode, processes)) as encoded:
+    with closing(_encoded(_grouped(texts, BATCH), encode, processes)) as encoded:
         for content in _grouped(_told(encoded, so_far, progress), shard_tokens):
             manifest = _add_shard(folder, manifest, content)
     if not manifest.shards:
@@ -220,19 +223,6 @@ def _after(texts: Iterator[str], count: int, folder: Path, source: str) -> Itera
                 "give the documents it was begun with, or choose another folder"
             )
     return texts
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True)
@@ -319,16 +309,16 @@ def _told(batches: Iterable[list[np.ndarray]], so_far: int, progress: Callable[[
         progress(so_far)
 
 
-def _grouped(documents: Iterable[np.ndarray], shard_tokens: int) -> Iterator[list[np.ndarray]]:
-    """Documents by shards: a shard is closed once it holds enough."""
-    group: list[np.ndarray] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document)
-        if size >= shard_tokens:
+def _grouped(items: Iterable[Sized], size: int) -> Iterator[list[Sized]]:
+    """Consecutive items in groups: a group is closed once its items are `size` long together."""
+    group: list[Sized] = []
+    held = 0
+    for item in items:
+        group.append(item)
+        held += len(item)
+        if held >= size:
             yield group
-            group, size = [], 0
+            group, held = [], 0
     if group:
         yield group
 

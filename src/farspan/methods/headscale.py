@@ -22,7 +22,7 @@ from farspan.model.fast import compiled_layers, quick_attention
 from farspan.model.loss import mean_loss
 from farspan.train.loop import Moment, Plan, train
 from farspan.train.optim import Optimization, with_rates
-from farspan.train.sharding import processes
+from farspan.train.sharding import data_parallel
 from farspan.train.steps import Work
 
 
@@ -110,18 +110,12 @@ class Scaled(nn.Module):
 
 def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales, lr: float) -> Scales:
     """Scales after the search at one learning rate; resumed where it was stopped if the job has a folder."""
-    state = processes()
     scaled = Scaled(model, start)
-    module: nn.Module = scaled
-    if state.num_processes > 1:
-        from accelerate import Accelerator
-
-        module = Accelerator().prepare_model(scaled)
     trained: dict[str, Tensor] = dict(scaled.named_parameters())
     how = Optimization("adamw", lr=lr, weight_decay=0.0, warmup=search.warmup, schedule="cosine", floor=0.1, clip=1.0)
     optimizer = torch.optim.AdamW(trained.values(), lr, (how.beta1, how.beta2), weight_decay=0.0)
     work = Work(
-        module,
+        data_parallel(scaled),
         trained,
         with_rates([optimizer]),
         job.batches(search.batch, search.micro_batch, model.device),

@@ -21,9 +21,8 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.memory import in_pieces
 from farspan.model.loss import token_losses
+from farspan.progress import Progress, silent
 from farspan.train.sharding import processes
-
-Progress = Callable[[str, int], Callable[..., None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,7 @@ class Job:
     position: str | None = None
     seed: int = 0
     folder: Path | None = None  # where a search keeps its checkpoints
-    progress: Progress = lambda label, steps: lambda *moved: None
+    progress: Progress = silent
 
     def patch(self, method: str, **found: Any) -> Patch:
         return Patch(

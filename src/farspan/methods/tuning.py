@@ -13,7 +13,7 @@ from farspan.errors import FarspanError
 from farspan.methods.job import Job
 from farspan.train.loop import Moment, Plan, train
 from farspan.train.optim import Optimization, optimizers
-from farspan.train.sharding import processes
+from farspan.train.sharding import data_parallel
 from farspan.train.steps import Work
 
 
@@ -52,19 +52,13 @@ def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[st
 
     They learn in float32 whatever they are kept in: most steps are too small for bf16 to notice.
     """
-    state = processes()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    module: nn.Module = LossOf(model)
-    if state.num_processes > 1:
-        from accelerate import Accelerator
-
-        module = Accelerator().prepare_model(module)
     how = Optimization("adamw", lr=tuning.lr, weight_decay=0.0, warmup=tuning.warmup, schedule="cosine", floor=0.1)
     trained: dict[str, Tensor] = dict(model.named_parameters())
     work = Work(
-        module,
+        data_parallel(LossOf(model)),
         trained,
         optimizers(model, how),
         job.batches(tuning.batch, tuning.micro_batch, model.device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,16 @@ from farspan.files import new_folder, read_tensors, weight_files, write_text
 from farspan.memory import out_of_memory
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compile_layers, quick_attention
+from farspan.progress import Progress, silent
 from farspan.recipe import from_toml, to_toml
 from farspan.train import checkpoint
 from farspan.train.loop import Listener, Plan, train
 from farspan.train.optim import Optimization, optimizers
-from farspan.train.sharding import processes, shard
+from farspan.train.sharding import data_parallel, processes, shard
 from farspan.train.steps import Work
 
 RECIPE = "recipe.toml"
 SAMPLE = 100_000  # characters of a document that a tokenizer learns from
-Progress = Callable[[str, int], Callable[..., None]]
-
-
-def silent(label: str, steps: int) -> Callable[..., None]:
-    """A bar that nobody sees."""
-    return lambda *moved: None
 
 
 @dataclass(frozen=True)
@@ -365,11 +360,10 @@ def pretraining(recipe: Pretraining, model: FarspanForCausalLM, prepared: Prepar
         model.gradient_checkpointing_enable()
     model.train()
     compiled = how.compile == "yes" or (how.compile == "auto" and on_gpu)
-    module: nn.Module = NextToken(model, precision, compiled)
-    if state.num_processes > 1:
-        module = _spread(module, model, how.parallel)
-    elif how.parallel == "fsdp":
+    if how.parallel == "fsdp" and state.num_processes == 1:
         raise FarspanError("train.parallel=fsdp needs several processes; start it with torchrun --nproc-per-node=N")
+    alone = NextToken(model, precision, compiled)
+    module = shard(alone, model.model.layers) if how.parallel == "fsdp" else data_parallel(alone)
     rows, count = shares(how, state.num_processes)
     first = state.process_index * rows * count
     mixture = prepared.mixture
@@ -393,14 +387,6 @@ def pretraining(recipe: Pretraining, model: FarspanForCausalLM, prepared: Prepar
         recorded=on_gpu and compiled and state.num_processes == 1 and not how.checkpoint_layers,
         beside=beside,
     )
-
-
-def _spread(module: nn.Module, model: FarspanForCausalLM, parallel: str) -> nn.Module:
-    if parallel == "fsdp":
-        return shard(module, model.model.layers)
-    from accelerate import Accelerator
-
-    return Accelerator().prepare_model(module)
 
 
 def shares(how: Training, processes: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,6 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 def processes() -> PartialState:
     """Who runs together: one process, or those that torchrun started. Without a GPU Accelerate wants to be told so."""
     return PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
+
+
+def data_parallel(module: nn.Module) -> nn.Module:
+    """The module with its gradients averaged over the processes; itself, where there is one."""
+    return module if processes().num_processes == 1 else Accelerator().prepare_model(module)
 
 
 def shard(module: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:

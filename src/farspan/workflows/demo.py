@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.methods.headscale import Search
-from farspan.methods.job import Progress
+from farspan.progress import Progress
 from farspan.report import figures
 from farspan.workflows.diagnosing import Diagnosis, diagnose
 from farspan.workflows.extending import Extended, Extension, extend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from farspan.errors import FarspanError
 from farspan.files import check_free, new_folder
 from farspan.loading import first_line, load
 from farspan.memory import out_of_memory
+from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.workflows.inspection import train_length as trained_on
@@ -83,7 +84,7 @@ def diagnose(
     device: str | None = None,
     trust_remote_code: bool = False,
     rule: Rule | None = None,
-    progress: Callable[[str, int], Callable[[], None]] = lambda label, steps: lambda: None,
+    progress: Progress = silent,
 ) -> list[Diagnosis]:
     """One diagnosis for each model, or, with `scales`, for each model and uniform scale.
 
@@ -133,7 +134,7 @@ def _diagnose_one(
     value: float | None,
     train_length: int | None,
     rule: Rule,
-    progress: Callable[[str, int], Callable[[], None]],
+    progress: Progress,
 ) -> Diagnosis:
     label = _name(source) + ("" if value is None else f" λ̂={value:g}")
     patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None

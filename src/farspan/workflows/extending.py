@@ -27,13 +27,14 @@ from farspan.loading import load
 from farspan.memory import out_of_memory
 from farspan.methods.drope import drope
 from farspan.methods.headscale import Search, headlog, headscale
-from farspan.methods.job import Job, Progress, loss_by_position, scaled_loss
+from farspan.methods.job import Job, loss_by_position, scaled_loss
 from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning
 from farspan.methods.uniform import uniform
 from farspan.model.fast import PAYS
 from farspan.model.loss import last_logits
+from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
@@ -127,7 +128,7 @@ def extend(
     position: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = lambda label, steps: lambda *moved: None,
+    progress: Progress = silent,
 ) -> Extended:
     """Make a model's context longer: fit `method` for `to` tokens, and write the patch to the folder `out`.
 

@@ -16,6 +16,7 @@ from farspan.errors import FarspanError
 from farspan.files import new_folder, read_json
 from farspan.loading import quiet
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
@@ -25,12 +26,10 @@ from farspan.train.pretrain import (
     FREE,
     Prepared,
     Pretraining,
-    Progress,
     find_files,
     flops_per_token,
     refuse_another,
     shares,
-    silent,
 )
 from farspan.train.pretrain import pretrain as run_recipe
 from farspan.train.sharding import processes, whole

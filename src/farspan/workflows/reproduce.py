@@ -28,8 +28,9 @@ from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_share
 from farspan.files import read_json, write_json, write_text
 from farspan.loading import load
-from farspan.methods.job import Job, Progress
+from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
+from farspan.progress import Progress, silent
 from farspan.recipe import changed, load_recipe, to_toml
 from farspan.train.pretrain import find_files
 from farspan.workflows.extending import BEYOND, METHODS, Extension, fit_in_turn, in_exact_numbers
@@ -105,7 +106,7 @@ def reproduce(
     out: str | Path,
     *,
     device: str | None = None,
-    progress: Progress = lambda label, steps: lambda *moved: None,
+    progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Run what is missing of a study; returns the results of all its cells."""
