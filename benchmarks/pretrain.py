@@ -4,7 +4,8 @@
     python benchmarks/pretrain.py --sizes 29M --positions none --optimizers muon,torch-muon --ways recorded,plain
 
 A step is a real one: forward, backward, clipping, optimizer, on random tokens, by the code that `farspan pretrain`
-runs. The variants of one size stay in memory together and take turns, so that ratios share clocks and temperature;
+runs. The variants of one size stay in memory together and take turns, so that ratios share clocks and temperature (of
+1.1B two at a time, the first always one of them);
 times are medians over rounds, between synchronisations of the device. MFU counts 6 FLOP for each weight of a matrix
 product and causal attention, against the data sheet's 989 TFLOP/s. Memory is that of the variant alone: its weights,
 gradients and optimizer state, and the highest of what a step adds.
@@ -35,8 +36,9 @@ SIZES = {
     "10M": (dict(layers=6, width=320, heads=5, ff=864), 8192, 512, 256, 256),
     "29M": (dict(layers=8, width=512, heads=8, ff=1344), 8192, 512, 256, 256),
     "124M": (dict(layers=12, width=768, heads=12, ff=2048), 50_304, 1024, 128, 64),
-    "1.1B": (dict(layers=22, width=2048, heads=32, kv_heads=4, ff=5632, tied=False), 32_000, 2048, 16, 8),
+    "1.1B": (dict(layers=22, width=2048, heads=32, kv_heads=4, ff=5632, tied=False), 32_000, 2048, 64, 8),
 }
+TOGETHER = {"1.1B": 2}  # variants that memory holds at once
 
 
 class Variant(NamedTuple):
@@ -45,8 +47,9 @@ class Variant(NamedTuple):
     way: str
 
 
-def prepare(size: str, variant: Variant) -> Steps:
-    shape, vocabulary, length, batch, micro = SIZES[size]
+def prepare(size: str, variant: Variant, micro: int) -> Steps:
+    shape, vocabulary, length, batch, usual = SIZES[size]
+    micro = micro or usual
     recipe = Pretraining(
         Data({}, vocabulary=vocabulary, passkey=0.0),
         Shape(position=tuple(variant.position.split("+")), **shape),
@@ -85,7 +88,19 @@ def timed(steps: Steps, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def measure(size: str, variants: list[Variant], rounds: int, seconds: float) -> list[dict]:
+def measure(size: str, variants: list[Variant], rounds: int, seconds: float, micro: int) -> list[dict]:
+    first, *others = variants
+    beside = TOGETHER.get(size, len(variants)) - 1
+    groups = [[first, *others[start : start + beside]] for start in range(0, max(1, len(others)), max(1, beside))]
+    rows: list[dict] = []
+    for group in groups:
+        found = together(size, group, rounds, seconds, micro)
+        rows += found if not rows else found[1:]
+    return rows
+
+
+def together(size: str, variants: list[Variant], rounds: int, seconds: float, micro: int) -> list[dict]:
+    """Variants that take turns; each one's speed also as a share of the first one's, in this very run."""
     running, peaks, started = {}, {}, {}
     for variant in variants:
         gc.collect()
@@ -93,7 +108,7 @@ def measure(size: str, variants: list[Variant], rounds: int, seconds: float) -> 
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
         begin = time.perf_counter()
-        running[variant] = prepare(size, variant)
+        running[variant] = prepare(size, variant, micro)
         once = timed(running[variant], 6) and timed(running[variant], 2)
         started[variant] = time.perf_counter() - begin
         peaks[variant] = torch.cuda.max_memory_reserved() - before
@@ -103,6 +118,7 @@ def measure(size: str, variants: list[Variant], rounds: int, seconds: float) -> 
         for variant in variants if number % 2 == 0 else variants[::-1]:
             times[variant].append(timed(running[variant], count))
     rows = []
+    base = statistics.median(times[variants[0]])
     for variant, steps in running.items():
         median = statistics.median(times[variant])
         rows.append(
@@ -111,6 +127,7 @@ def measure(size: str, variants: list[Variant], rounds: int, seconds: float) -> 
                 "parameters": sum(parameter.numel() for parameter in steps.work.trained.values()),
                 **variant._asdict(),
                 "tokens_per_second": steps.work.tokens / median,
+                "ratio": base / median,
                 "mfu": steps.work.tokens / median * steps.work.flops / (peak_flops() or float("nan")),
                 "peak_gib": peaks[variant] / 2**30,
                 "spread": (max(times[variant]) - min(times[variant])) / median,
@@ -122,10 +139,9 @@ def measure(size: str, variants: list[Variant], rounds: int, seconds: float) -> 
 
 def show(rows: list[dict]) -> None:
     for row in rows:
-        ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
         print(
             f"{row['size']:>5} {row['position']:>10} {row['optimizer']:>10} {row['way']:>9} "
-            f"{row['tokens_per_second']:>11,.0f} {ratio:>6.3f} {row['mfu']:>6.1%} {row['peak_gib']:>6.1f} "
+            f"{row['tokens_per_second']:>11,.0f} {row['ratio']:>6.3f} {row['mfu']:>6.1%} {row['peak_gib']:>6.1f} "
             f"{row['spread']:>6.1%} {row['seconds_to_start']:>6.1f}",
             flush=True,
         )
@@ -137,6 +153,7 @@ def main() -> None:
     parser.add_argument("--positions", default="none,rope,alibi,t5", help="a pattern is written rope/128+none")
     parser.add_argument("--optimizers", default="", help="muon, torch-muon, adamw; default muon, and adamw for 1.1B")
     parser.add_argument("--ways", default="recorded", help="recorded, plain")
+    parser.add_argument("--micro-batch", type=int, default=0, help="rows at once, instead of the size's own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one variant in one round")
     parser.add_argument("--json", type=Path)
@@ -151,7 +168,7 @@ def main() -> None:
             for optimizer in optimizers.split(",")
             for way in options.ways.split(",")
         ]
-        rows = measure(size, variants, options.rounds, options.seconds)
+        rows = measure(size, variants, options.rounds, options.seconds, options.micro_batch)
         show(rows)
         table += rows
         if options.json:

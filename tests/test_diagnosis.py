@@ -193,6 +193,29 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
+def test_windows_are_those_of_whole_documents_though_only_their_beginnings_are_read():
+    tokenizer = farspan.load("nope-twin").tokenizer
+    asked = []
+
+    def counting(text, **options):
+        asked.append(len(text))
+        return tokenizer(text, **options)
+
+    documents = list(read_documents("python-docs"))
+    whole = [tokenizer(document.text, add_special_tokens=False)["input_ids"] for document in documents]
+    for length, limit in ((100, 8), (300, 2 * len(documents)), (50, 10**6)):
+        windows = cut_windows(documents, counting, length, limit)
+        names = {document.name: ids for document, ids in zip(documents, whole, strict=True)}
+        rows = iter(windows.ids.tolist())
+        places = sorted((turn, used["document"]) for used in windows.used for turn in range(len(used["starts"])))
+        cut = {(turn, name): names[name][turn * length : (turn + 1) * length] for turn, name in places}
+        assert sorted(map(tuple, rows)) == sorted(map(tuple, cut.values()))
+        assert len(cut) == min(limit, sum(len(ids) // length for ids in whole))
+    asked.clear()
+    cut_windows(documents, counting, 100, 8)
+    assert sum(asked) < 0.2 * sum(len(document.text) for document in documents)
+
+
 def test_windows_lie_inside_documents_and_are_accounted_for():
     documents = [Document("short", "a b"), Document("long", "a bb ccc dddd eeeee f g"), Document("mid", "x yy zzz")]
     windows = cut_windows(documents, Words(), 3, limit=10)

@@ -166,6 +166,22 @@ def test_the_constraint_holds_at_every_step_on_the_optimised_parameter(method, m
     assert torch.equal(patch.scales.base, seen[-1]["base"])
 
 
+@pytest.mark.parametrize(("sharper", "bears"), [(1.0, True), (300.0, False)])
+def test_bf16_is_used_where_it_gives_the_gradient_of_float32(sharper, bears):
+    """Queries that make scores of many thousands turn the gradient of a scale to noise; the search must notice."""
+    model = BY_NAME["farspan-none"].build().float()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(sharper)
+            layer.self_attn.k_proj.weight.mul_(sharper)
+    job = job_for(model)
+    scaled = searching.Scaled(model, job.uniform(1.2))
+    seam.install(model, scaled.scales)
+    with seam.frozen(model):
+        assert scaled.bears_rounding(job.search[:1]) is bears
+    assert not scaled.rounded
+
+
 def test_the_second_split_chooses_the_learning_rate():
     model = BY_NAME["farspan-none"].build()
     job = job_for(model)
@@ -515,16 +531,16 @@ def test_the_recipe_has_the_papers_numbers():
 
 
 def test_the_nope_twin_reaches_twice_its_length(tmp_path):
-    """The main job, in little: a uniform scale of 1.15 mends what broke at 1,024 tokens."""
+    """The main job, in little: a uniform scale of 1.1 mends what broke at 1,024 tokens."""
     model, tokenizer = farspan.load("nope-twin")
     from farspan.data.documents import read_documents
 
     text = next(iter(read_documents("python-docs/score"))).text
     ids = torch.tensor(tokenizer(text)["input_ids"])[: 2 * 1024].view(2, 1024)
     before = loss_by_position(model, ids)
-    seam.install(model, Scales.uniform(1.15, layers=range(6), heads=8))
+    seam.install(model, Scales.uniform(1.1, layers=range(6), heads=8))
     after = loss_by_position(model, ids)
-    assert after[-128:].mean() < before[-128:].mean() - 0.5
+    assert after[-128:].mean() < before[-128:].mean() - 3
     assert after[256:511].mean() < before[256:511].mean() + 0.1
 
 

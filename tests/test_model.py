@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from families import FAMILIES, OURS, SHAPE, Family, tokens
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.attend import attend, attend_flex
-from farspan.model.positions import AlibiBias, PlacedBias, T5Bias, alibi_slopes
+from farspan.model.positions import AlibiBias, PlacedBias, T5Bias, Table, alibi_slopes
 
 every_encoding = pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)
 
@@ -148,9 +149,25 @@ def test_flex_and_tensor_paths_agree(rule):
     tensor, _ = attend(module, q, k, v, None, bias=bias, scaling=0.25)
     with torch.no_grad():  # FlexAttention has no backward on the CPU
         flex = attend_flex(q, k, v, bias, 0.25, compiled=False)
+        frozen = attend_flex(q, k, v, replace(bias, at=rule(24)), 0.25, compiled=False)  # nothing in it learns
     assert (tensor - flex).abs().max() < 1e-6
+    assert (tensor - frozen).abs().max() < 1e-6
     rows = bias.tensor(slice(10, 13))
     assert torch.equal(rows, bias.tensor()[:, :, 10:13])
+
+
+def test_a_table_laid_out_as_a_square_is_what_is_gathered_from_it_and_so_is_its_gradient():
+    found = []
+    for laid_out in (True, False):
+        torch.manual_seed(0)
+        table = Table(torch.randn(3, 40, requires_grad=True))
+        index = torch.arange(24)
+        square = table.square(24) if laid_out else PlacedBias(table, 3, index, index).tensor()[0]
+        found.append(square.tril())
+        (found[-1] * torch.randn(3, 24, 24)).sum().backward()
+        found.append(table.values.grad)
+    assert torch.equal(found[0], found[2])
+    assert (found[1] - found[3]).abs().max() < 1e-5
 
 
 # ---- what NoPE is, and is not -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def tiny(tmp_path, monkeypatch):
         part = text[number * 20_000 : (number + 1) * 20_000]
         (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"text": part}) + "\n")
     monkeypatch.setattr(studies, "find_model", lambda study, name, progress: tmp_path / "model")
-    monkeypatch.setattr(studies, "_text", lambda study, file: tmp_path / "data" / file.removesuffix(".xz"))
+    monkeypatch.setattr(studies.Texts, "_path", lambda self, file: tmp_path / "data" / file.removesuffix(".xz"))
     monkeypatch.setattr(studies, "passkey_share", lambda model, tokenizer, length, keys: 0.5)
     (tmp_path / "study.toml").write_text(
         'factors = [2]\nseeds = [0, 1]\nreport_windows = 2\nreport_factor = 2\ngrids = ["nope-twin"]\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +13,16 @@ from torch import Tensor
 from farspan.data.documents import Document
 from farspan.errors import FarspanError
 
+WORDS_MEET = re.compile(r"\w(?= \w)")
+LIKELY = 6  # characters that hold a token
+
 
 @dataclass(frozen=True, eq=False)
 class Windows:
     """ids [windows, length] with, for the record, where each came from and what was left out."""
 
     ids: Tensor
-    used: tuple[dict[str, Any], ...]  # document, its tokens, the start of each window taken from it
+    used: tuple[dict[str, Any], ...]  # document, how many of its tokens were read, where each of its windows starts
     skipped: tuple[dict[str, Any], ...]  # document, its tokens, why
 
     def describe(self) -> dict[str, Any]:
@@ -33,9 +37,16 @@ class Windows:
 def cut_windows(documents: Iterable[Document], tokenizer: Any, length: int, limit: int) -> Windows:
     """Up to `limit` windows of `length` tokens, the first of every document before the second of any.
 
-    Documents shorter than a window are skipped, named and counted; if none is long enough, that is an error.
+    Documents shorter than a window are skipped, named and counted; if none is long enough, that is an error. Of a long
+    document no more becomes tokens than the windows take: a few windows of many books do not wait for all of them.
     """
-    return _cut(_long_enough(documents, tokenizer, length, limit), length, limit)
+    readings, skipped = _long_enough(documents, tokenizer, length, limit)
+    turns = 1
+    while sum(len(each.tokens(turns * length)) // length for each in readings) < limit:
+        if all(each.whole for each in readings):
+            break
+        turns *= 2
+    return _cut(_Found(tuple((each.name, each.ids, 0) for each in readings), skipped), length, limit)
 
 
 def split_windows(
@@ -48,7 +59,8 @@ def split_windows(
     """
     longest = max(lengths.values())
     needed = {name: lengths[name] * limits[name] for name in lengths}
-    found = _long_enough(documents, tokenizer, longest, sum(limits.values()))
+    readings, skipped = _long_enough(documents, tokenizer, longest, sum(limits.values()))
+    found = _Found(tuple((each.name, each.tokens(None), 0) for each in readings), skipped)
     if len(found.long) >= 3 * len(lengths):
         dealt = {name: replace(found, long=found.long[number :: len(lengths)]) for number, name in enumerate(lengths)}
         return {name: _cut(dealt[name], lengths[name], limits[name]) for name in lengths}
@@ -83,16 +95,39 @@ class _Found:
     skipped: tuple[dict[str, Any], ...]
 
 
-def _long_enough(documents: Iterable[Document], tokenizer: Any, length: int, limit: int) -> _Found:
-    """Documents of at least `length` tokens, no more of them than `limit`."""
+class _Reading:
+    """A document that becomes tokens from its beginning, no further than asked."""
+
+    def __init__(self, document: Document, tokenizer: Any):
+        self.name, self.ids, self.whole = document.name, [], False
+        self._text, self._tokenizer = document.text, tokenizer
+
+    def tokens(self, count: int | None) -> list[int]:
+        """At least `count` of its tokens, or all; all where none is named."""
+        characters = len(self._text) if count is None else LIKELY * count
+        while not self.whole and (count is None or len(self.ids) < count):
+            # Between two words, where a tokenizer cuts as well: the tokens before it are those of the whole text.
+            place = WORDS_MEET.search(self._text, characters)
+            text = self._text[: place.start() + 1] if place else self._text
+            self.ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            self.whole = place is None
+            characters *= 2
+        return self.ids
+
+
+def _long_enough(
+    documents: Iterable[Document], tokenizer: Any, length: int, limit: int
+) -> tuple[list[_Reading], tuple[dict[str, Any], ...]]:
+    """Documents of at least `length` tokens, no more of them than `limit`; and those that are shorter."""
     if length < 2:
         raise FarspanError(f"a length of {length} tokens leaves nothing to predict; ask for 2 or more")
-    long: list[tuple[str, list[int], int]] = []
+    long: list[_Reading] = []
     skipped: list[dict[str, Any]] = []
     for document in documents:
-        ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
+        reading = _Reading(document, tokenizer)
+        ids = reading.tokens(length)
         if len(ids) >= length:
-            long.append((document.name, ids, 0))
+            long.append(reading)
         else:
             skipped.append({"document": document.name, "tokens": len(ids), "why": f"shorter than {length} tokens"})
         if len(long) >= limit:
@@ -103,7 +138,7 @@ def _long_enough(documents: Iterable[Document], tokenizer: Any, length: int, lim
             f"none of the {len(skipped)} documents has {length} tokens (the longest has {longest}); "
             "give longer text, or ask for shorter lengths"
         )
-    return _Found(tuple(long), tuple(skipped))
+    return long, tuple(skipped)
 
 
 def _cut(found: _Found, length: int, limit: int) -> Windows:

@@ -25,6 +25,8 @@ from farspan.train.optim import Optimization, with_rates
 from farspan.train.sharding import data_parallel
 from farspan.train.steps import Work
 
+FAITHFUL = 0.99  # cosine to the gradient in float32
+
 
 @dataclass(frozen=True)
 class Search:
@@ -89,6 +91,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.base = nn.Parameter(start.base.clone().to(model.device))
         self.slope = None if start.slope is None else nn.Parameter(start.slope.clone().to(model.device))
+        self.rounded = False  # products in bf16
         self._model = (model,)  # in a tuple it is no submodule
         self._start = start
 
@@ -97,8 +100,17 @@ class Scaled(nn.Module):
         return replace(self._start, base=self.base, slope=self.slope)
 
     def forward(self, ids: Tensor) -> Tensor:
-        with quick_attention():
+        with quick_attention(), torch.autocast(ids.device.type, torch.bfloat16, enabled=self.rounded):
             return mean_loss(self._model[0], ids)
+
+    def bears_rounding(self, ids: Tensor) -> bool:
+        """Whether products in bf16 give the gradient of float32, told by these windows; where scores are large they do
+        not."""
+        before, found = self.rounded, []
+        for self.rounded in (False, True):
+            found.append(torch.cat([part.flatten() for part in torch.autograd.grad(self(ids), [*self.parameters()])]))
+        self.rounded = before
+        return float(torch.cosine_similarity(*found, dim=0)) > FAITHFUL
 
     @torch.no_grad()
     def project(self) -> None:
@@ -131,6 +143,9 @@ def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start
 
     seam.install(model, scaled.scales)
     try:
+        if model.device.type == "cuda" and model.dtype == torch.float32:
+            with seam.frozen(model):
+                scaled.rounded = scaled.bears_rounding(job.search[:1].to(model.device))
         with seam.frozen(model), compiled_layers(model), job.kept(f"{method}-lr{lr:g}") as folder:
             train(work, plan, folder, listen)
     finally:

@@ -50,7 +50,7 @@ def attend_flex(
         query,
         key[:, :, :length],
         value[:, :, :length],
-        score_mod=bias.score_mod,
+        score_mod=bias.score_mod(length),
         block_mask=bias.blocks or causal_blocks(length, query.device),
         # Triton would stage a gathered bias in shared memory too, and larger tiles of it than there is room for.
         kernel_options={"BLOCK_M": 64, "BLOCK_N": 64} if isinstance(bias.at, Table) else None,

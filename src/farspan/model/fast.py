@@ -21,6 +21,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer, and never the whole: that would hand SDPA a mask that exists, and lose flash attention."""
+    # Models of one class share their layers' code, and after eight of them the compiler would give up without a word.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in decoder_layers(model):
         layer.compile(dynamic=False)
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -199,7 +200,8 @@ def extend(
 
 def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
     """A model that is not large in float32: where scores are large, bf16 drowns the gradient of a scale."""
-    return model.float() if model.num_parameters() < PAYS else model
+    exact = model.dtype == torch.float32 or getattr(model, "is_quantized", False)  # what was quantized is left as it is
+    return model if exact or model.num_parameters() >= PAYS else model.float()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ stopped goes on with the cells that are missing.
 from __future__ import annotations
 
 import difflib
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -114,19 +113,19 @@ def reproduce(
     todo = cells(study)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     write_text(out / "recipe.toml", to_toml(study))
-    results = []
+    results, texts = [], Texts(study)
     for cell in todo:
         file = out / "cells" / f"{cell.name}.json"
         if not file.exists():
             folder = find_model(study, cell.model, progress)
-            write_json(file, _run(study, cell, folder, device, progress))
+            write_json(file, _run(texts, cell, folder, device, progress))
             say(line_of(read_json(file)))
         results.append(read_json(file))
     for model in study.grids:
         for folder in [*_checkpoints(study, model), find_model(study, model, progress)]:
             file = out / "grids" / f"{model}.{folder.name}.json"
             if not file.exists():
-                write_json(file, _grid(study, model, folder, device, progress))
+                write_json(file, _grid(texts, model, folder, device, progress))
                 found = read_json(file)
                 say(f"{model} {folder.name}: best λ̂ = 1 + {found['slope']:.3f}·ln s, R² {found['r2']:.4f}")
     return results
@@ -155,14 +154,27 @@ def _checkpoints(study: Study, name: str) -> list[Path]:
     return [Path(study.runs) / name / "checkpoints" / f"step-{step:07d}" for step in keep]
 
 
-def _text(study: Study, file: str) -> Path:
-    """A file of the data folder, which the recipes of models name too."""
-    data = replace(read_recipe("small-nope").data, folder=study.folder)
-    books = find_files(data, "books")[0].parent
-    return books / file
+class Texts:
+    """The texts of a study as windows of tokens, each read once: cells that follow each other ask for the same."""
+
+    def __init__(self, study: Study):
+        self.study = study
+        self._read: dict[tuple[str, str, int, int], torch.Tensor] = {}
+
+    def windows(self, file: str, model: str, tokenizer: Any, length: int, limit: int) -> torch.Tensor:
+        asked = (file, model, length, limit)
+        if asked not in self._read:
+            self._read = {key: ids for key, ids in self._read.items() if key[1] == model}  # the last model's are done
+            self._read[asked] = cut_windows(read_documents(self._path(file)), tokenizer, length, limit).ids
+        return self._read[asked]
+
+    def _path(self, file: str) -> Path:
+        """A file of the data folder, which the recipes of models name too."""
+        data = replace(read_recipe("small-nope").data, folder=self.study.folder)
+        return find_files(data, "books")[0].parent / file
 
 
-def _run(study: Study, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
+def _run(texts: Texts, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     model, tokenizer = load(folder, device=device)
     model = in_exact_numbers(model)
     if tokenizer is None:
@@ -170,17 +182,17 @@ def _run(study: Study, cell: Cell, folder: Path, device: str, progress: Progress
     length = trained_on(model.config) or 0
     found: dict[str, Any] = {**asdict(cell), "train_length": length, "target": length * cell.factor}
     if cell.method != "none":
-        patch = _fit(study, cell, model, tokenizer, length, progress)
+        patch = _fit(texts, cell, model, tokenizer, length, progress)
         found["patch"] = patch.describe()
         if patch.scales is not None:
             target = torch.tensor([float(patch.target)])
             found["scales"] = patch.scales.at(target)[..., 0].round(decimals=4).tolist()  # [layers, heads], there
-    found |= _measured(study, model, tokenizer, length)
+    found |= _measured(texts, cell.model, model, tokenizer, length)
     return found
 
 
 def _fit(
-    study: Study,
+    texts: Texts,
     cell: Cell,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -189,16 +201,19 @@ def _fit(
 ) -> Patch:
     """The method's patch, live on the model."""
     method, _, variant = cell.method.partition(":")
+    study = texts.study
     how = replace(study.extension, seed=cell.seed)
     if variant:
         how = changed(how, variant.split(","))
     target = length * cell.factor
+    search = texts.windows(study.search, cell.model, tokenizer, round(BEYOND * target), how.search_windows)
+    choose = texts.windows(study.choose, cell.model, tokenizer, target, how.choose_windows)
     layers = probe(model)
     job = Job(
         target=target,
         train_length=length,
-        search=_windows(study, study.search, tokenizer, round(BEYOND * target), how.search_windows, cell.seed),
-        choose=_windows(study, study.choose, tokenizer, target, how.choose_windows, 0),
+        search=search,
+        choose=choose,
         layers=scaled_by_default(layers),
         heads=layers[0].heads,
         model=fingerprint(model),
@@ -210,23 +225,18 @@ def _fit(
     return patch
 
 
-def _windows(study: Study, file: str, tokenizer: Any, length: int, limit: int, seed: int) -> torch.Tensor:
-    """Windows of a file, shuffled by the seed: searches of other seeds see other windows first."""
-    ids = cut_windows(read_documents(_text(study, file)), tokenizer, length, limit).ids
-    draw = torch.Generator().manual_seed(zlib.crc32(file.encode()) + seed)
-    return ids[torch.randperm(len(ids), generator=draw)]
-
-
-def _measured(study: Study, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, Any]:
+def _measured(
+    texts: Texts, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int
+) -> dict[str, Any]:
     """Loss and entropy by position on every text, knees, and passkeys at every doubling."""
+    study = texts.study
     reach = length * study.report_factor
     bins = BINS_INSIDE * study.report_factor
     found: dict[str, Any] = {"loss": {}, "passkey": {}}
     for file in study.report:
-        ids = cut_windows(read_documents(_text(study, file)), tokenizer, reach, study.report_windows).ids
+        ids = texts.windows(file, name, tokenizer, reach, study.report_windows)
         curves = measure(model, ids, bins=bins)
-        name = file.partition(".")[0]
-        found["loss"][name] = curves.loss.round(4).tolist()
+        found["loss"][file.partition(".")[0]] = curves.loss.round(4).tolist()
         if file == study.report[0]:
             found["positions"] = curves.positions.round(1).tolist()
             found["entropy"] = curves.entropy.round(4).tolist()
@@ -244,11 +254,11 @@ def _measured(study: Study, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     return found
 
 
-def _grid(study: Study, name: str, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
+def _grid(texts: Texts, name: str, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     model, tokenizer = load(folder, device=device)
     model = in_exact_numbers(model)
-    length, layers = trained_on(model.config) or 0, probe(model)
-    windows = _windows(study, study.choose, tokenizer, 8 * length, study.extension.choose_windows, 0)
+    study, length, layers = texts.study, trained_on(model.config) or 0, probe(model)
+    windows = texts.windows(study.choose, name, tokenizer, 8 * length, study.extension.choose_windows)
     job = Job(
         8 * length, length, windows, windows, scaled_by_default(layers), layers[0].heads, fingerprint(model), name
     )
