@@ -25,9 +25,10 @@ from typing import NamedTuple
 import torch
 from torch.optim import Muon
 
+from farspan.train.corpus import Data
 from farspan.train.loop import peak_flops
 from farspan.train.optim import Optimization, StackedMuon, with_rates
-from farspan.train.pretrain import Data, Pretraining, Shape, Training, build, pretraining
+from farspan.train.pretrain import Pretraining, Shape, Training, build, pretraining
 from farspan.train.steps import RecordedSteps, Steps
 
 # name -> shape, vocabulary, length, rows of a step, rows at once

@@ -27,9 +27,10 @@ import farspan
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError, PreemptedError
 from farspan.train import checkpoint, pretrain
+from farspan.train.corpus import Data, Texts
 from farspan.train.loop import train
 from farspan.train.optim import Optimization, StackedMuon, rate
-from farspan.train.pretrain import Data, Pretraining, Shape, Texts, Training
+from farspan.train.pretrain import Pretraining, Shape, Training
 from farspan.train.steps import Steps
 
 STEPS = 50
@@ -58,7 +59,7 @@ def recipe(tmp_path_factory) -> Pretraining:
 
 @pytest.fixture(scope="module")
 def prepared(recipe):
-    return pretrain.prepare(recipe)
+    return pretrain.prepared_for(recipe)
 
 
 @pytest.fixture(scope="module")
@@ -549,7 +550,7 @@ def test_text_that_cannot_be_trained_on_is_refused(recipe, tmp_path):
     data = recipe.data
 
     def preparing(**changes):
-        return pretrain.prepare(replace(recipe, data=replace(data, cache=str(tmp_path / "cache"), **changes)))
+        return pretrain.prepared_for(replace(recipe, data=replace(data, cache=str(tmp_path / "cache"), **changes)))
 
     with pytest.raises(FarspanError, match="has no nothing.txt for data.sources.docs; say where"):
         preparing(sources={"docs": Texts("nothing.txt", 1.0)})
@@ -577,14 +578,14 @@ def test_text_that_cannot_be_trained_on_is_refused(recipe, tmp_path):
 def test_a_given_tokenizer_is_used(recipe, prepared, tmp_path):
     prepared.tokenizer.save_pretrained(tmp_path / "tokenizer")
     data = replace(recipe.data, tokenizer=str(tmp_path / "tokenizer"))
-    again = pretrain.prepare(replace(recipe, data=data))
+    again = pretrain.prepared_for(replace(recipe, data=data))
     assert torch.equal(again.mixture.rows(0, 4), prepared.mixture.rows(0, 4))
 
 
 def test_rows_do_not_depend_on_position_or_steps(recipe, prepared):
     """Twins see the same rows in the same order."""
     other = replace(recipe, model=replace(recipe.model, position="rope"), train=replace(recipe.train, steps=7))
-    assert torch.equal(pretrain.prepare(other).mixture.rows(100, 8), prepared.mixture.rows(100, 8))
+    assert torch.equal(pretrain.prepared_for(other).mixture.rows(100, 8), prepared.mixture.rows(100, 8))
 
 
 def test_memory_that_runs_out_names_the_way_out(recipe, prepared, tmp_path, monkeypatch):

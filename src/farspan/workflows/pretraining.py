@@ -21,12 +21,11 @@ from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.train.checkpoint import fit, write_manifest
+from farspan.train.corpus import Prepared, find_files
 from farspan.train.loop import Listener
 from farspan.train.pretrain import (
     FREE,
-    Prepared,
     Pretraining,
-    find_files,
     flops_per_token,
     refuse_another,
     shares,

@@ -31,7 +31,7 @@ from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
 from farspan.progress import Progress, silent
 from farspan.recipe import changed, load_recipe, to_toml
-from farspan.train.pretrain import find_files
+from farspan.train.corpus import find_files
 from farspan.workflows.extending import BEYOND, METHODS, Extension, fit_in_turn, in_exact_numbers
 from farspan.workflows.inspection import scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
