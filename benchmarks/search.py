@@ -55,7 +55,8 @@ SMALL = dict(
 def ours(shape: dict, device: str, dtype: torch.dtype) -> tuple[Callable[[Tensor], None], nn.Parameter]:
     torch.manual_seed(0)
     with torch.device(device):
-        model = FarspanForCausalLM(FarspanConfig(**shape, position="none")).to(dtype).eval()
+        # Rounded first: what is compared in two precisions has to be the same model.
+        model = FarspanForCausalLM(FarspanConfig(**shape, position="none")).bfloat16().to(dtype).eval()
     model.requires_grad_(False)
     scaled = Scaled(model, Scales.uniform(1.2, range(shape["num_hidden_layers"]), shape["num_attention_heads"]))
     seam.install(model, scaled.scales)
