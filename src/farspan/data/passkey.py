@@ -44,7 +44,10 @@ class Passkeys:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._task, self._filler, self._question = map(self._encode, (TASK, FILLER, QUESTION))
-        self.fingerprint = fingerprint(tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self._tokenizer)
 
     @cached_property
     def shortest(self) -> int:

@@ -99,7 +99,8 @@ class _Reading:
     """A document that becomes tokens from its beginning, no further than asked."""
 
     def __init__(self, document: Document, tokenizer: Any):
-        self.name, self.ids, self.whole = document.name, [], False
+        self.name, self.whole = document.name, False
+        self.ids: list[int] = []
         self._text, self._tokenizer = document.text, tokenizer
 
     def tokens(self, count: int | None) -> list[int]:

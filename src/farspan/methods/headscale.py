@@ -110,7 +110,8 @@ class Scaled(nn.Module):
         for self.rounded in (False, True):
             found.append(torch.cat([part.flatten() for part in torch.autograd.grad(self(ids), [*self.parameters()])]))
         self.rounded = before
-        return float(torch.cosine_similarity(*found, dim=0)) > FAITHFUL
+        exact, rounded = found
+        return float(torch.cosine_similarity(exact, rounded, dim=0)) > FAITHFUL
 
     @torch.no_grad()
     def project(self) -> None:

@@ -43,6 +43,7 @@ class FarspanConfig(PreTrainedConfig):
     t5_buckets: int = 32
     t5_max_distance: int = 128
     base_scale: float = None  # type: ignore[assignment]  # multiplies q·k: 1/√head_dim
+    embedding_scale: float = 1.0  # multiplies the embeddings of tokens, before positions are added
     mlp: str = "swiglu"
     dropout: float = 0.0
     rms_norm_eps: float = 1e-6

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from farspan.errors import FarspanError
 from farspan.memory import in_pieces
+from farspan.model.transformer import FarspanModel
 
 BUDGET = 1 << 24  # logits held at once
 
@@ -40,6 +41,26 @@ def token_losses(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -
         losses[:, start:stop] = F.cross_entropy(logits.to(_wide(logits)).transpose(1, 2), wanted, reduction="none")
 
     in_pieces(ids.shape[1] - 1, max(1, budget // (ids.shape[0] * vocabulary)), some_rows)
+    return losses
+
+
+@torch.no_grad()
+def last_losses(model: PreTrainedModel, ids: Tensor, count: int, *, budget: int = BUDGET) -> Tensor:
+    """−ln p of the last `count` tokens of each row of ids [B, T], given those before: [B, count] in float32 or float64.
+
+    It equals token_losses(model, ids)[:, -count:], and costs less.
+    """
+    output = _ending(model, ids, count + 1)
+    hidden = output.last_hidden_state
+    losses = torch.empty(ids.shape[0], count, dtype=_wide(hidden), device=hidden.device)
+    wanted = ids[:, -count:].to(hidden.device)
+
+    def some_rows(start: int, stop: int) -> None:
+        logits = own_logits(model, output, slice(start, stop))
+        some = wanted[:, start:stop].to(logits.device)
+        losses[:, start:stop] = F.cross_entropy(logits.to(_wide(logits)).transpose(1, 2), some, reduction="none")
+
+    in_pieces(count, max(1, budget // (ids.shape[0] * model.config.get_text_config().vocab_size)), some_rows)
     return losses
 
 
@@ -91,8 +112,23 @@ def _wide(tensor: Tensor) -> torch.dtype:
 @torch.no_grad()
 def last_logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
     """The logits [B, count, V] of the last positions of ids [B, T], float32 on the CPU."""
-    output = _decoder(model)(input_ids=ids.to(model.device), use_cache=False)
-    return own_logits(model, output, slice(-count, None)).float().cpu()
+    return ending_logits(model, ids.to(model.device), count).float().cpu()
+
+
+def ending_logits(model: PreTrainedModel, ids: Tensor, count: int, past: Cache | None = None) -> Tensor:
+    """The logits [B, count, V] of the last positions of ids [B, T], which go on from what a cache holds."""
+    return own_logits(model, _ending(model, ids, count, past), slice(None))
+
+
+def _ending(model: PreTrainedModel, ids: Tensor, count: int, past: Cache | None = None) -> Any:
+    """The decoder's output at the last positions; of our own models, what only the others need is not computed."""
+    decoder = _decoder(model)
+    given = {"input_ids": ids, "past_key_values": past, "use_cache": past is not None}
+    if isinstance(decoder, FarspanModel):
+        return decoder(**given, last=count)
+    output = decoder(**given)
+    output.last_hidden_state = output.last_hidden_state[:, -count:]
+    return output
 
 
 def own_logits(model: PreTrainedModel, output: Any, rows: slice) -> Tensor:
@@ -105,11 +141,14 @@ def own_logits(model: PreTrainedModel, output: Any, rows: slice) -> Tensor:
 
 
 def _decoder(model: PreTrainedModel) -> torch.nn.Module:
-    """What makes hidden states of tokens: the model inside the model. Not every family's `base_model` finds it."""
-    for child in model.children():
-        if isinstance(child, PreTrainedModel):
-            return child
-    raise FarspanError(f"{type(model).__name__} holds no decoder apart from its head; load a causal language model")
+    """What makes hidden states of tokens: the model inside the model, or inside that one, which OPT's head asks. Not
+    every family's `base_model` finds it."""
+    inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    if not inside:
+        raise FarspanError(f"{type(model).__name__} holds no decoder apart from its head; load a causal language model")
+    while len(deeper := [child for child in inside[0].children() if isinstance(child, PreTrainedModel)]) == 1:
+        inside = deeper
+    return inside[0]
 
 
 @contextmanager

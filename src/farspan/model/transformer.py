@@ -6,6 +6,9 @@ rounding. Every attention call goes through Hugging Face's attention interface: 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +30,18 @@ eager_attention_forward = biased.attend  # where the seam looks for a family's e
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
+class Embedding(nn.Embedding):
+    """A vector a token, times a constant: beside positions that are added to it, it has to be as large as they are."""
+
+    def __init__(self, config: FarspanConfig):
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.scale = config.embedding_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        return x if self.scale == 1 else x * self.scale
+
+
 class FarspanAttention(nn.Module):
     """Grouped-query attention. Whatever the position encoding does to q, k or the scores is handed in."""
 
@@ -44,11 +59,12 @@ class FarspanAttention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
-    def forward(self, hidden_states, attention_mask=None, angles=None, bias=None, past_key_values=None, **kwargs):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)  # [B, Q, H, D]
-        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+    def forward(
+        self, hidden_states, attention_mask=None, angles=None, bias=None, past_key_values=None, last=0, **kwargs
+    ):
+        q = self.q_proj(hidden_states[:, -last:])  # 0: all positions ask
+        k, v = self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))  # [B, H, Q, D]
         if angles is not None:
             q, k = rotate(q, k, angles)
         if past_key_values is not None:
@@ -106,8 +122,9 @@ class FarspanLayer(GradientCheckpointingLayer):
         self.mlp = MLPS[config.mlp](config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, **kwargs) -> Tensor:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), **kwargs)[0])
+    def forward(self, x: Tensor, last: int = 0, **kwargs) -> Tensor:
+        """With `last`, only so many positions come out, and only they ask; all are keys and values."""
+        x = x[:, -last:] + self.dropout(self.self_attn(self.input_layernorm(x), last=last, **kwargs)[0])
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -146,7 +163,7 @@ class FarspanPreTrainedModel(PreTrainedModel):
 class FarspanModel(FarspanPreTrainedModel):
     def __init__(self, config: FarspanConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = Embedding(config)
         self.positions = nn.ModuleDict({kind: build(kind, config) for kind in sorted(set(config.position))})
         self.layers = nn.ModuleList(FarspanLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -163,8 +180,10 @@ class FarspanModel(FarspanPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        last: int = 0,
         **kwargs,
     ) -> BaseModelOutputWithPast:
+        """Hidden states of all positions, or of the `last` so many: the last layer then spares the others."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.gradient_checkpointing and self.training):
@@ -187,15 +206,11 @@ class FarspanModel(FarspanPreTrainedModel):
         for layer, kind, span in zip(self.layers, self.config.position, self.config.layer_types, strict=True):
             if output_hidden_states:
                 states.append(x)
-            x = layer(
-                x,
-                attention_mask=masks[span],
-                angles=angles[kind],
-                bias=biases.get((kind, span)),
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-        x = self.norm(x)
+            placed = {"attention_mask": masks[span], "angles": angles[kind], "bias": biases.get((kind, span))}
+            if layer is self.layers[-1] and self._spares(last, x):
+                placed |= self._ending(last, x, masks[span], biases.get((kind, span)), past_key_values)
+            x = layer(x, past_key_values=past_key_values, **placed, **kwargs)
+        x = self.norm(x[:, -last:])
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
@@ -222,6 +237,25 @@ class FarspanModel(FarspanPreTrainedModel):
             )
             for span in set(self.config.layer_types)
         }
+
+    def _spares(self, last: int, x: Tensor) -> bool:
+        """Can the last layer leave out all but the last queries? Flash backends take no mask to place them by."""
+        return 0 < last < x.shape[1] and "sdpa" in self.config._attn_implementation
+
+    def _ending(self, last: int, x: Tensor, mask, bias: PlacedBias | None, past_key_values) -> dict[str, Any]:
+        """What the last layer is told when only the last queries count. A causal mask that was left away must be there
+        now, for SDPA would take these queries for the first."""
+        queries = keys = x.shape[1]
+        if mask is not None:
+            mask = mask[:, :, -last:]
+        else:
+            if past_key_values is not None:
+                keys, _ = past_key_values.get_mask_sizes(queries, len(self.layers) - 1)
+            slots = torch.arange(keys, device=x.device)
+            mask = (slots[queries - last : queries, None] >= slots)[None, None]
+        if bias is not None:
+            bias = replace(bias, query_index=bias.query_index[-last:], blocks=None)
+        return {"attention_mask": mask, "bias": bias, "last": last}
 
     def _biases(self, queries: int, device, past_key_values) -> dict[tuple[str, str], PlacedBias]:
         """The score bias of each kind of layer, placed where this call's queries and keys stand in the cache."""

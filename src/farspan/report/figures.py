@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 INK, FAINT = "#222222", "#b8b8b8"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by every eye
@@ -184,6 +186,226 @@ def training(metrics: Sequence[dict[str, Any]], title: str) -> Figure:
         axes.set_ylabel("training loss (nats)")
         axes.set_title(title, loc="left")
     return figure
+
+
+def draw_theorem(proofs: Sequence[Any]) -> Figure:
+    """Positions as the first layer of a written-down model found them; then, for each rule, the last token's scores by
+    distance in the second layer, over what was wanted. (Paper B, Theorems 1 and 2)"""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(3.1 * (1 + len(proofs)), 3.0), layout="constrained")
+        first, *others = figure.subplots(1, 1 + len(proofs))
+        found = proofs[0]
+        place = np.arange(1, len(found.positions) + 1)
+        _over(first, place, found.positions, place)
+        first.set_title(f"position found\n(off by {found.position_error:.0e})", loc="left")
+        first.set_xlabel("position (tokens)")
+        for axes, proof in zip(others, proofs, strict=True):
+            _over(axes, np.arange(len(proof.scores)), proof.scores, proof.wanted)
+            axes.set_title(f"{proof.rule}\n(off by {proof.score_error:.0e})", loc="left")
+            axes.set_xlabel("distance (tokens)")
+        others[0].set_ylabel("score q·k")
+    return figure
+
+
+def _over(axes: Any, x: np.ndarray, found: np.ndarray, wanted: np.ndarray) -> None:
+    """What was wanted as a line, and what was found as some two dozen dots on it."""
+    some = np.unique(np.linspace(0, len(x) - 1, 24).round().astype(int))
+    axes.plot(x, wanted, color=FAINT, lw=1.6)
+    axes.plot(x[some], found[some], "o", ms=3.5, color=COLOURS[0])
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+
+
+def evaluation_figures(found: Any) -> dict[str, Figure]:
+    """Every figure that an evaluation has the scores for, by file name."""
+    named = {found.model: found.scores, **({found.base: found.base_scores} if found.base else {})}
+    models = {"/".join(Path(name).parts[-2:]): scores for name, scores in named.items()}
+    figures = {}
+    if any(score.metric == "ppl" for score in found.scores):
+        figures["perplexity"] = perplexity_by_length(models, found.train_length)
+    if any(score.metric == "passkey_at_depth" for score in found.scores):
+        figures["passkey"] = passkey_heatmap(models, found.train_length)
+    return figures
+
+
+def perplexity_by_length(models: dict[str, Sequence[Any]], train_length: int | None) -> Figure:
+    """Perplexity at every length with its interval and, where it was measured, loss by position beside it."""
+    curves = any(score.metric == "loss" for scores in models.values() for score in scores)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.5 if curves else 5.5, 3.9), layout="constrained")
+        panels = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+        for metric, axes in zip(("ppl", "loss"), panels, strict=False):
+            longest = 0
+            for (model, scores), colour in zip(models.items(), COLOURS, strict=False):
+                for task, style in zip(_tasks(scores, metric), ("-", "--", ":", "-.") * len(scores), strict=False):
+                    mine = [score for score in scores if score.metric == metric and score.tags["task"] == task]
+                    x, values, low, high = zip(*((s.length, s.value, s.low, s.high) for s in mine), strict=True)
+                    mark = "o" if metric == "ppl" else ""
+                    axes.plot(x, values, color=colour, ls=style, marker=mark, lw=1.8, ms=5, label=f"{model}, {task}")
+                    axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+                    longest = max(longest, *x)
+            _positions(axes, longest)
+            if train_length and train_length < longest:
+                _mark_training(axes, {train_length})
+        panels[0].set_xlim(0, longest * 1.04)
+        panels[0].set_yscale("log")
+        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        panels[0].yaxis.set_minor_formatter(FuncFormatter(_few))
+        panels[0].set_xlabel("length of the window (tokens)")
+        panels[0].set_ylabel("perplexity")
+        if curves:
+            panels[1].set_xlabel("position (tokens)")
+            panels[1].set_ylabel("loss (nats a token)")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", fontsize=9, ncols=2)
+    return figure
+
+
+def passkey_heatmap(models: dict[str, Sequence[Any]], train_length: int | None) -> Figure:
+    """The share of keys told by length and depth, one panel a model. (Paper A, Figures 6, 8 and 9)"""
+    with mpl.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
+        figure = Figure(figsize=(7.5, 0.9 + 2.9 * len(models)), layout="constrained")
+        panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
+        for axes, (model, scores) in zip(panels, models.items(), strict=True):
+            mine = [score for score in scores if score.metric == "passkey_at_depth"]
+            lengths = sorted({score.length for score in mine})
+            depths = sorted({score.tags["depth"] for score in mine})
+            shares = np.full((len(depths), len(lengths)), np.nan)
+            for score in mine:
+                shares[depths.index(score.tags["depth"]), lengths.index(score.length)] = score.value
+            image = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+            for (row, column), share in np.ndenumerate(shares):
+                ink = "white" if share < 0.6 else INK
+                axes.text(column, row, f"{share:.1f}", ha="center", va="center", fontsize=8, color=ink)
+            axes.set_xticks(
+                range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45 * (len(lengths) > 8)
+            )
+            axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+            axes.set_xticks(np.arange(0.5, len(lengths) - 1), minor=True)
+            axes.set_yticks(np.arange(0.5, len(depths) - 1), minor=True)
+            axes.grid(which="minor", color="white", lw=1.2)
+            axes.tick_params(which="both", length=0)
+            axes.set_ylabel("depth of the key")
+            seen = {"yes": "trained on passkey documents", "no": "never trained on passkey documents"}
+            told = seen.get(mine[0].tags["trained_on_passkeys"], "trained on passkey documents: unknown")
+            axes.set_title(f"{model}  ({told})", loc="left", fontsize=10)
+            inside = sum(length <= (train_length or 0) for length in lengths)
+            if 0 < inside < len(lengths):
+                axes.axvline(inside - 0.5, color="white", lw=3)
+                axes.axvline(inside - 0.5, color=INK, lw=1, ls="--")
+        panels[-1].set_xlabel(
+            f"length (tokens); trained on {train_length:,} up to the line" if train_length else "length (tokens)"
+        )
+        figure.colorbar(image, ax=list(panels), label="keys told", fraction=0.03, pad=0.02)
+    return figure
+
+
+def _tasks(scores: Sequence[Any], metric: str) -> list[str]:
+    return list(dict.fromkeys(score.tags["task"] for score in scores if score.metric == metric))
+
+
+def _few(value: float, _: Any) -> str:
+    """Of the minor ticks of a logarithmic axis, those at 2 and 5 bear a number."""
+    return f"{value:g}" if str(f"{value:e}")[0] in "25" else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """A task of the laboratory: each encoding's exact match by length, a row a seed."""
+
+    title: str
+    trained: int  # the longest length of training
+    counts: str  # what a length counts
+    curves: dict[str, tuple[np.ndarray, np.ndarray]]  # encoding -> lengths, shares [seeds, lengths]
+
+
+def accuracy_by_length(panels: Sequence[Panel]) -> Figure:
+    """Exact match by length, one panel a task, one colour an encoding; a band spans the seeds. (Paper B, Figure 2)"""
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    looks = {name: ((*COLOURS, INK)[i % 7], ("-", "--", "-.")[i % 3]) for i, name in enumerate(names)}
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(3.1 * columns + 0.8, 2.3 * rows + 0.9), layout="constrained")
+        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+        for axes, panel in zip(grid.ravel(), panels, strict=False):
+            for name, (lengths, shares) in panel.curves.items():
+                colour, dashes = looks[name]
+                axes.fill_between(lengths, shares.min(0), shares.max(0), color=colour, alpha=0.15, lw=0)
+                axes.plot(lengths, shares.mean(0), color=colour, ls=dashes, lw=1.7, label=name)
+            axes.axvline(panel.trained + 0.5, color=INK, lw=0.8, ls=":", zorder=0)
+            axes.set_title(panel.title, loc="left")
+            axes.set_xlabel(panel.counts, fontsize=9)
+            axes.set_ylim(-0.03, 1.03)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for axes in grid.ravel()[len(panels) :]:
+            axes.set_axis_off()
+        figure.supylabel("exact match", fontsize=10)
+        handles = [mpl.lines.Line2D([], [], color=colour, ls=dashes, lw=1.7) for colour, dashes in looks.values()]
+        title = "dotted: the longest length of training"
+        figure.legend(handles, names, loc="outside upper left", ncols=len(names), fontsize=9, title=title)
+    return figure
+
+
+def attention_distance(found: Any) -> Figure:
+    """The distance between every two models, layer by layer: of their nearest heads, and of heads matched one to one.
+    (Paper B, Figure 4)"""
+    labels = [f"{found.models[one]} · {found.models[other]}" for one, other in found.pairs]
+    tables = {
+        "nearest pair of heads": np.array([distance.nearest for distance in found.pairs.values()]),
+        "heads matched one to one": np.array([distance.matched for distance in found.pairs.values()]),
+    }
+    layers = len(next(iter(tables.values()))[0])
+    width, height = max(3.4, 0.55 * layers + 0.8), 0.34 * len(labels) + 1.5
+    with mpl.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
+        figure = Figure(figsize=(2 * width + 1.6, height), layout="constrained")
+        for axes, (title, table) in zip(figure.subplots(1, 2, sharey=True), tables.items(), strict=True):
+            axes.imshow(table, cmap="viridis", vmin=0, vmax=table.max(), aspect="auto")
+            for (row, column), value in np.ndenumerate(table):
+                ink = "white" if value < 0.6 * table.max() else INK
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
+            axes.set_title(title, loc="left")
+            axes.set_xticks(range(layers))
+            axes.set_yticks(range(len(labels)), labels, fontsize=9)
+            axes.tick_params(length=0)
+            axes.set_xlabel("layer")
+        figure.suptitle(f"attention distance in nats, {found.tokens:,} tokens", x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def what_heads_do(found: Any) -> Figure:
+    """Attention by distance of every head in the first four layers, a row a model; the more the loss rises without a
+    head, the darker its line."""
+    shown = min(4, *(len(worth) for worth in found.ablations)) if len(found.ablations) > 1 else len(found.ablations[0])
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(2.6 * shown + 1.0, 2.1 * len(found.models) + 0.8), layout="constrained")
+        grid = figure.subplots(len(found.models), shown, sharex=True, sharey=True, squeeze=False)
+        for row, (name, mass, worth) in enumerate(zip(found.models, found.mass, found.ablations, strict=True)):
+            heaviest = max(float(worth.max()), 1e-9)
+            for layer, axes in enumerate(grid[row]):
+                for head in np.argsort(worth[layer]):
+                    shade = mpl.colormaps["viridis_r"](0.1 + 0.9 * max(0.0, worth[layer, head]) / heaviest)
+                    axes.plot(*_in_doublings(mass[layer, head]), color=shade, lw=1.4)
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                axes.set_ylim(1e-4, 1.2)
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+                axes.set_title(f"{name}, layer {layer}" if layer == 0 else f"layer {layer}", loc="left", fontsize=9)
+            grid[row][0].annotate(
+                f"darkest: +{heaviest:.2g} nats",
+                (0.04, 0.05),
+                xycoords="axes fraction",
+                fontsize=8,
+                color=INK,
+            )
+        figure.supxlabel("tokens back (1: the token itself)", fontsize=10)
+        figure.supylabel("attention a token", fontsize=10)
+    return figure
+
+
+def _in_doublings(mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean mass over stretches of distance that double: 1, 2, 3–4, 5–8, …"""
+    edges = np.unique([0, *(2**power for power in range(int(np.log2(len(mass))) + 1)), len(mass)])
+    means = [mass[start:stop].mean() for start, stop in pairwise(edges)]
+    return edges[1:], np.maximum(means, 1e-12)
 
 
 def _colours(found: Sequence[Any]) -> list[Any]:

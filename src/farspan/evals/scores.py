@@ -1,0 +1,99 @@
+"""What every evaluation yields: cells of work, samples that are stored and shown, and scores with their intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Sample = dict[str, Any]  # one prompt, window or document with its outcome; JSON holds it
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A unit of work. What its samples depend on besides the model is all in here."""
+
+    eval: str
+    task: str
+    length: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One measured number with its 95% interval, and how many things were counted for it."""
+
+    eval: str
+    metric: str
+    length: int
+    value: float
+    low: float
+    high: float
+    n: int
+    tags: Mapping[str, Any] = field(default_factory=dict)  # task, data, truncated, skipped, …
+
+
+def beside(score: Score, others: Sequence[Score]) -> Score | None:
+    """The same measurement of another model, if it was made."""
+
+    def place(one: Score) -> tuple[Any, ...]:
+        return one.eval, one.metric, one.length, one.tags.get("task"), one.tags.get("depth")
+
+    return next((other for other in others if place(other) == place(score)), None)
+
+
+class Eval(Protocol):
+    """An evaluation: a frozen dataclass of its settings. It receives a model and never knows how it was extended."""
+
+    def cells(self) -> list[Cell]: ...
+
+    def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
+        """The samples of a cell. Each carries `eval`, `task` and `length`."""
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Scores from samples alone, of any number of cells."""
+
+
+def bootstrap(
+    values: Sequence[float],
+    weights: Sequence[float] | None = None,
+    groups: Sequence[Any] | None = None,
+    *,
+    seed: int = 0,
+    draws: int = 2000,
+) -> tuple[float, float, float]:
+    """The weighted mean of values and its 95% percentile interval. What is drawn again are groups (documents) where
+    given, for values of one group are no independent witnesses; else single values.
+
+    >>> bootstrap([1.0, 1.0, 1.0])
+    (1.0, 1.0, 1.0)
+    """
+    amounts = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
+    sums, totals = np.asarray(values, dtype=float) * amounts, amounts
+    if groups is not None:
+        _, member = np.unique(np.array([str(group) for group in groups]), return_inverse=True)
+        sums, totals = np.bincount(member, sums), np.bincount(member, totals)
+    mean = float(sums.sum() / totals.sum())
+    rng = np.random.default_rng(seed)
+    means = np.empty(draws)
+    for start in range(0, draws, 100):  # a few at a time, for there may be many values
+        drawn = rng.integers(0, len(sums), (min(100, draws - start), len(sums)))
+        means[start : start + len(drawn)] = sums[drawn].sum(1) / totals[drawn].sum(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return mean, float(low), float(high)
+
+
+def wilson(hits: int, n: int) -> tuple[float, float, float]:
+    """The share of hits and its 95% interval by Wilson's formula, which is honest where all or none hit.
+
+    >>> wilson(0, 10)[:2]
+    (0.0, 0.0)
+    """
+    share, z = hits / n, 1.959964
+    middle, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    whole = 1 + z * z / n
+    low, high = (middle - spread) / whole, (middle + spread) / whole
+    return share, low if hits else 0.0, high if hits < n else 1.0

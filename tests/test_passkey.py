@@ -1,0 +1,241 @@
+"""A key counts as told exactly when greedy decoding tells it, however much was computed once for all keys."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+
+import farspan
+from families import FAMILIES, OURS, tokens
+from farspan.attention import seam
+from farspan.attention.patch import set_rope
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.data.passkey import HELD_OUT, Passkeys
+from farspan.errors import FarspanError
+from farspan.evals import passkey
+from farspan.evals.passkey import Beginning, Passkey, attend_lower_right, grid_lengths, tells
+from farspan.model.loss import ending_logits
+
+
+@pytest.fixture(scope="module")
+def twin():
+    """The NoPE twin with blunted attention: it tells some keys and misses others."""
+    model, tokenizer = farspan.load("nope-twin", dtype=torch.float32)
+    layers = probe(model)
+    seam.install(model, Scales.uniform(0.85, [layer.index for layer in layers], layers[0].heads))
+    return model, tokenizer
+
+
+def run(grid: Passkey, model, tokenizer) -> dict[tuple[int, float, int], bool]:
+    found = [sample for cell in grid.cells() for sample in grid.run(cell, model, tokenizer)]
+    return {(sample["length"], sample["depth"], sample["key"]): sample["hit"] for sample in found}
+
+
+@pytest.fixture(scope="module")
+def grid(twin) -> Passkey:
+    shortest = Passkeys(twin[1]).shortest
+    return Passkey(tuple(range(shortest, shortest + 40, 4)), depths=10, keys=1)
+
+
+@pytest.fixture(scope="module")
+def hits(twin, grid):
+    """Of a hundred cells, most of which go on from what others have computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        used: list[int] = []
+        reach = Beginning.reach
+        patch.setattr(passkey, "CHUNK", 16)
+        patch.setattr(Beginning, "reach", lambda self, rows: (reach(self, rows), used.append(self.shared))[0])
+        found = run(grid, *twin)
+        assert len(found) == len(grid.cells()) == len(used) == 100
+        assert sum(shared > 0 for shared in used) > 50
+    assert 20 < sum(found.values()) < 80, "a grid that is all alike would prove little"
+    return found
+
+
+def test_hits_are_those_of_greedy_generation_on_every_cell_of_a_hundred(twin, grid, hits):
+    model, tokenizer = twin
+    generated = {}
+    for length in grid.lengths:
+        here = [cell for cell in grid.cells() if cell.length == length]
+        made = [grid.documents(cell, tokenizer) for cell in here]
+        (count,) = {answers[0] for _, _, answers in made}
+        rows = torch.tensor([documents[0] for _, documents, _ in made])
+        said = model.generate(
+            rows[:, :-count], max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        right = (said[:, -count:] == rows[:, -count:]).all(1).tolist()
+        for cell, (keys, _, _), hit in zip(here, made, right, strict=True):
+            generated[length, cell.settings["depth"], keys[0]] = hit
+    assert hits == generated
+
+
+def test_computing_a_beginning_once_changes_no_hit(twin, grid, hits):
+    assert hits == run(replace(grid, reuse=False), *twin)
+
+
+def test_cells_do_not_depend_on_their_order(twin, monkeypatch):
+    """What is shared is grown in fixed chunks, so that even the last bit of a logit is the same."""
+    model, tokenizer = twin
+    monkeypatch.setattr(passkey, "CHUNK", 32)
+    grid = Passkey((150, 240), depths=3, keys=2)
+    found = []
+    for seed in (None, 1):
+        cells = grid.cells()
+        if seed is not None:
+            random.Random(seed).shuffle(cells)
+        begun, logits = Beginning(model), {}
+        for cell in cells:
+            _, rows, _ = grid.documents(cell, tokenizer)  # of two keys, or all of it would be shared
+            with torch.no_grad():
+                begun.reach(torch.tensor(rows))
+                given = torch.tensor(rows[:1])[:, begun.shared :]
+                logits[cell.length, cell.settings["depth"]] = ending_logits(model, given, 6, begun.branch(1))
+        found.append(logits)
+    assert set(found[0]) == set(found[1])
+    assert all(torch.equal(found[0][place], found[1][place]) for place in found[0])
+
+
+@torch.no_grad()
+def branched(model, rows: torch.Tensor, count: int) -> tuple[int, torch.Tensor]:
+    begun = Beginning(model)
+    begun.reach(rows)
+    return begun.shared, ending_logits(model, rows[:, begun.shared :], count, begun.branch(len(rows)))
+
+
+OFF_THE_SEAM = {
+    "bloom": lambda: hf.BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4),
+    "mpt": lambda: hf.MptConfig(vocab_size=128, d_model=32, n_layers=2, n_heads=4),
+    "falcon": lambda: hf.FalconConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+}
+SHARING = {"farspan-none", "farspan-rope", "farspan-alibi", "farspan-t5", "llama", "qwen3", "gpt2", *OFF_THE_SEAM}
+
+
+@pytest.mark.parametrize("name", [*(family.name for family in FAMILIES), *OFF_THE_SEAM])
+def test_every_family_goes_on_from_a_shared_beginning(name, monkeypatch):
+    monkeypatch.setattr(passkey, "CHUNK", 4)
+    if name in OFF_THE_SEAM:
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(OFF_THE_SEAM[name]()).eval()
+    else:
+        model = next(family for family in FAMILIES if family.name == name).build()
+    rows = tokens(40, 3)
+    rows[:, :30] = rows[0, :30]
+    shared, logits = branched(model, rows, 6)
+    with torch.no_grad():
+        whole = model(input_ids=rows, use_cache=False).logits[:, -6:]
+    assert torch.allclose(logits, whole, atol=1e-4 * float(whole.abs().max()))
+    assert shared == (28 if name in SHARING else shared)
+
+
+@pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)
+def test_attention_without_the_mask_is_attention_with_it(family, monkeypatch):
+    """The GPU's way, which reads no mask; a schedule still counts the keys that each query sees."""
+    monkeypatch.setattr(passkey, "CHUNK", 4)
+    model, rows = family.build(dtype=torch.float64), tokens(40, 3)
+    rows[:, :30] = rows[0, :30]
+    table = torch.linspace(1.1, 1.9, 4).repeat(4, 1)
+    seam.install(model, Scales(tuple(range(4)), table, table / 8, "log", 8))
+    _, own = branched(model, rows, 6)
+    with seam.using(model, attend_lower_right):
+        _, quick = branched(model, rows, 6)
+    assert torch.allclose(own, quick, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "default"])
+def test_a_rotation_that_depends_on_the_length_shares_nothing(rope, monkeypatch):
+    monkeypatch.setattr(passkey, "CHUNK", 4)
+    model, rows = FAMILIES[1].build(), tokens(100, 2)
+    set_rope(model, {"rope_type": rope, "factor": 2.0} if rope == "dynamic" else {"rope_type": rope})
+    rows[:, :90] = rows[0, :90]
+    begun = Beginning(model)
+    with torch.no_grad():
+        begun.reach(rows)
+    assert (begun.shared == 0) == (rope == "dynamic")
+
+
+class Pairs:
+    """A tokenizer that writes some numbers with more tokens than others: digits in pairs unless the first is even."""
+
+    bos_token_id = None
+
+    def __call__(self, words: str, **options) -> dict:
+        ids: list[int] = []
+        for word in words.split():
+            if word.strip(".").isdecimal():
+                size = 1 if int(word[0]) % 2 == 0 else 2
+                digits = word.strip(".")
+                ids += [3 + int(digits[i : i + size]) % 60 for i in range(0, len(digits), size)]
+            else:
+                ids.append(64 + sum(map(ord, word)) % 60)
+        return {"input_ids": ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_answers_of_different_lengths_fill_documents_of_one_length(monkeypatch):
+    monkeypatch.setattr(passkey, "CHUNK", 8)
+    grid, model = Passkey((120,), depths=3, keys=12), FAMILIES[0].build()
+    for cell in grid.cells():
+        keys, rows, answers = grid.documents(cell, Pairs())
+        assert {len(row) for row in rows} == {120}
+        assert set(answers) == {3, 5}
+        assert all(key % HELD_OUT == 0 for key in keys)
+        hits = [sample["hit"] for sample in grid.run(cell, model, Pairs())]
+        assert hits == tells(model, torch.tensor(rows), answers).tolist()
+
+
+def test_keys_are_drawn_by_the_seed_for_each_cell_by_itself(twin):
+    _, tokenizer = twin
+    grid = Passkey((120, 200), depths=2, keys=5)
+    drawn = [tuple(grid.documents(cell, tokenizer)[0]) for cell in grid.cells()]
+    assert len(set(drawn)) == 4
+    again = Passkey((200,), depths=2, keys=5)
+    assert [tuple(again.documents(cell, tokenizer)[0]) for cell in again.cells()] == drawn[2:]
+    other = replace(grid, seed=1)
+    assert tuple(other.documents(other.cells()[0], tokenizer)[0]) != drawn[0]
+
+
+def test_scores_are_shares_by_length_over_the_grid_and_by_depth():
+    made = [
+        {
+            "eval": "passkey",
+            "task": "passkey",
+            "length": length,
+            "depth": depth,
+            "key": key,
+            "hit": length < 200 or key > 1,
+        }
+        for length in (100, 200)
+        for depth in (0.0, 1.0)
+        for key in range(4)
+    ]
+    scores = Passkey((100, 200), depths=2, keys=4, trained="no").score(made)
+    assert [(score.metric, score.length, score.value, score.n) for score in scores] == [
+        ("passkey", 100, 1.0, 8),
+        ("passkey", 200, 0.5, 8),
+        ("passkey_mean", 200, 0.75, 16),
+        *(("passkey_at_depth", length, 1.0 if length == 100 else 0.5, 4) for length in (100, 100, 200, 200)),
+    ]
+    assert {score.tags["trained_on_passkeys"] for score in scores} == {"no"}
+    assert all(0 <= score.low <= score.value <= score.high <= 1 for score in scores)
+
+
+def test_the_lengths_of_a_grid():
+    assert grid_lengths(16_384, 100) == tuple(range(1024, 16_385, 1024))
+    close = grid_lengths(1024, 90)
+    assert (len(close), close[0], close[-1]) == (16, 90, 1024)
+    assert grid_lengths(64, 90) == (90,)
+
+
+def test_a_grid_of_nothing_and_a_text_too_short_are_sentences(twin):
+    with pytest.raises(FarspanError, match="0 depths with 10 keys make no grid"):
+        Passkey((100,), depths=0)
+    grid = Passkey((20,))
+    with pytest.raises(FarspanError, match="a passkey text of 20 tokens has no room"):
+        grid.run(grid.cells()[0], *twin)

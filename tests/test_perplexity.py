@@ -1,0 +1,317 @@
+"""Perplexity scores the tokens it says, each once, with the context it says, whatever the batch and the family."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch.nn import functional as F
+
+from families import FAMILIES, OURS, tokens
+from farspan.attention import seam
+from farspan.attention.scales import Scales
+from farspan.errors import FarspanError
+from farspan.evals import perplexity
+from farspan.evals.perplexity import Perplexity, Text, read_text
+from farspan.evals.scores import bootstrap, wilson
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.model.loss import ending_logits, last_losses, token_losses
+
+TOKENIZER = SimpleNamespace(bos_token_id=1)
+
+
+def text(*sizes: int, seed: int = 0) -> Text:
+    rows = [tokens(size, 1, seed + number)[0].int() for number, size in enumerate(sizes)]
+    return Text("text", tuple(f"document {number}" for number in range(len(sizes))), tuple(rows), f"{sizes} {seed}")
+
+
+def tiny(**shape) -> FarspanForCausalLM:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, **shape}
+    model = FarspanForCausalLM(FarspanConfig(**shape, intermediate_size=16))
+    for parameter in model.parameters():
+        parameter.data.mul_(10)  # losses that differ from window to window
+    return model.double().eval()
+
+
+def samples(evaluation: Perplexity, model, tokenizer=TOKENIZER) -> list[dict]:
+    return [sample for cell in evaluation.cells() for sample in evaluation.run(cell, model, tokenizer)]
+
+
+@torch.no_grad()
+def loss_of(model, ids: torch.Tensor, place: int, start: int) -> float:
+    """−ln p of one token given those from `start` on, by a forward pass for it alone."""
+    logits = model(input_ids=ids[None, start:place].long(), use_cache=False).logits[0, -1].double()
+    return float(F.cross_entropy(logits[None], ids[place][None].long()))
+
+
+def test_sliding_windows_equal_brute_force_token_by_token():
+    """300 random texts, lengths and strides, float64; and of each text, every token from where the longest length has
+    its first full window is scored, once at every length."""
+    model, rng = tiny(), np.random.default_rng(0)
+    for case in range(300):
+        stride = int(rng.integers(1, 6))
+        lengths = tuple(sorted({int(rng.integers(stride + 1, stride + 12)) for _ in range(1 + case % 2)}))
+        size = max(lengths) + int(rng.integers(0, 9))
+        corpus = text(size, seed=case)
+        (ids,) = corpus.ids
+        found = [s for s in samples(Perplexity((corpus,), lengths, stride=stride), model) if "losses" not in s]
+        for length in lengths:
+            mine = [sample for sample in found if sample["length"] == length]
+            scored = [place for s in mine for place in range(s["end"] - s["scored"], s["end"])]
+            assert sorted(scored) == list(range(max(lengths) - stride, size))
+            for sample in mine:
+                start, end = sample["start"], sample["end"]
+                assert end - start == length
+                brute = sum(loss_of(model, ids, place, start) for place in range(end - sample["scored"], end))
+                assert sample["nll"] == pytest.approx(brute, abs=1e-10)
+
+
+def targets(model, ids: torch.Tensor, last: int) -> torch.Tensor:
+    """The mean loss of the last tokens of a window, by labels as the two scripts set them."""
+    labels = ids.clone()
+    labels[:, :-last] = -100
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[0, :-1], labels[0, 1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [8, 13, 40])
+def test_mode_yarn_equals_its_definition(length):
+    model, corpus, stride, losses = tiny(), text(30, 5, 61), 4, []
+    for ids in corpus.ids:
+        before = 0
+        for begin in range(0, len(ids), stride):
+            end = min(begin + length - 1, len(ids))
+            window = torch.cat((torch.tensor([1]), ids[begin:end].long()))[None]
+            losses.append(targets(model, window, end - before))
+            before = end
+            if end == len(ids):
+                break
+    evaluation = Perplexity((corpus,), (length,), "yarn", stride)
+    (score,) = evaluation.score(samples(evaluation, model))
+    assert math.log(score.value) == pytest.approx(float(torch.stack(losses).mean()), abs=1e-10)
+    assert score.n == 30 + 5 + 61
+    assert score.tags["windows"] == len(losses)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [None, 40])
+def test_mode_paper_a_equals_its_definition(budget):
+    model, corpus, stride, length = tiny(), text(30, 7, 61), 4, 12
+    losses, left = [], budget or perplexity.BUDGET
+    for ids in corpus.ids:
+        for begin in range(0, len(ids) - length + 1, stride):
+            if left >= stride:
+                losses.append(targets(model, ids[None, begin : begin + length].long(), stride))
+                left -= stride
+    evaluation = Perplexity((corpus,), (length,), "paper-a", stride, budget)
+    (score,) = evaluation.score(samples(evaluation, model))
+    assert math.log(score.value) == pytest.approx(float(torch.stack(losses).mean()), abs=1e-10)
+    assert score.n == stride * len(losses) == (budget or 4 * (5 + 13))
+    assert score.tags["skipped"] == 1, "the document of 7 tokens"
+
+
+def test_paper_a_s_budget_is_the_papers():
+    assert perplexity.BUDGET == 2_097_152
+
+
+def test_a_subset_is_drawn_by_the_seed_and_is_the_same_at_every_length():
+    corpus = text(400, 300, 20)
+    base = Perplexity((corpus,), (16, 32), stride=8)
+    whole = len(base.plans["text", 32])
+    drawn = {}
+    for seed in (0, 1):
+        some = replace(base, windows=10, seed=seed)
+        plans = [[(w.document, w.end, w.scored) for w in some.plans["text", length]] for length in (16, 32)]
+        assert plans[0] == plans[1]
+        assert len(plans[0]) == 10 < whole
+        drawn[seed] = plans[0]
+    assert drawn[0] != drawn[1]
+    assert len(replace(base, budget=80).plans["text", 16]) == 10
+    assert [cell.settings for cell in base.cells()] != [cell.settings for cell in replace(base, seed=1).cells()]
+
+
+def test_documents_that_are_too_short_are_counted():
+    evaluation = Perplexity((text(60, 10, 31),), (16, 32), stride=8)
+    scores = [score for score in evaluation.score(samples(evaluation, tiny())) if score.metric == "ppl"]
+    assert [score.length for score in scores] == [16, 32]
+    assert {score.tags["skipped"] for score in scores} == {2}
+    assert {score.tags["documents"] for score in scores} == {1}
+    assert {score.n for score in scores} == {60 - (32 - 8)}
+
+
+def test_tokens_count_alike_and_the_interval_is_over_documents_where_there_are_many():
+    evaluation = Perplexity((text(*range(40, 52)),), (16,), stride=8)
+    found = [sample for sample in samples(evaluation, tiny()) if "losses" not in sample]
+    (score,) = [score for score in evaluation.score(found) if score.metric == "ppl"]
+    mean = sum(sample["nll"] for sample in found) / sum(sample["scored"] for sample in found)
+    assert math.log(score.value) == pytest.approx(mean)
+    assert score.low < score.value < score.high
+    assert score.tags["interval"] == "documents"
+    few = evaluation.score([sample for sample in found if sample["document"] < "document 3"])
+    assert few[0].tags["interval"] == "windows"
+
+
+def test_loss_by_position_is_that_of_whole_windows():
+    model, corpus = tiny(), text(300)
+    evaluation = Perplexity((corpus,), (64,), stride=8)
+    curves = [sample for sample in samples(evaluation, model) if "losses" in sample]
+    assert len(curves) == 4, "as many as the text holds"
+    for curve in curves:
+        ids = corpus.ids[0][curve["start"] : curve["end"]].long()[None]
+        losses = token_losses(model, ids)[0]
+        assert curve["positions"][-1] == 64
+        assert curve["losses"][-1] == pytest.approx(float(losses[-2:].mean()), abs=1e-4)
+        assert curve["nll"] == pytest.approx(float(losses.sum()))
+    scores = [score for score in evaluation.score(curves) if score.metric == "loss"]
+    assert [score.length for score in scores] == curves[0]["positions"]
+
+
+def test_out_of_memory_and_batches_change_nothing(monkeypatch):
+    model, evaluation = tiny(num_hidden_layers=2).float(), Perplexity((text(200, 150),), (16, 32), stride=8)
+    alone, seen = samples(evaluation, model), []
+
+    def short(model, rows, count):
+        seen.append(len(rows))
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return last_losses(model, rows, count)
+
+    monkeypatch.setattr(perplexity, "last_losses", short)
+    assert samples(replace(evaluation, batch=7), model) == alone, "on the CPU a row has no neighbours"
+    assert set(seen) == {1}
+    monkeypatch.setattr(perplexity, "rows_at_once", lambda model, length, asked: 10)
+    halved = samples(evaluation, model)
+    assert {10, 5, 2} <= set(seen)
+    for one, other in zip(alone, halved, strict=True):
+        assert one["nll"] == pytest.approx(other["nll"], rel=1e-5)
+
+
+OFF_THE_SEAM = {
+    "bloom": lambda: hf.BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4),
+    "mpt": lambda: hf.MptConfig(vocab_size=128, d_model=32, n_layers=2, n_heads=4),
+    "falcon": lambda: hf.FalconConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    ),
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*(family.name for family in FAMILIES), *OFF_THE_SEAM])
+def test_every_family_is_scored_by_its_own_logits(name):
+    if name in OFF_THE_SEAM:
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(OFF_THE_SEAM[name]()).eval()
+    else:
+        model = next(family for family in FAMILIES if family.name == name).build()
+    corpus = text(40)
+    (sample,) = samples(Perplexity((corpus,), (24,), "paper-a", 17), model)
+    ids = corpus.ids[0][None, :24].long()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    assert sample["nll"] == pytest.approx(
+        float(F.cross_entropy(logits[0, 6:23], ids[0, 7:], reduction="sum")), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)
+def test_sparing_the_last_layer_changes_no_logit(family, scaled):
+    """Of our own models only the last queries are computed in the last layer: also under a schedule, which counts the
+    keys each of them sees, and after a cache."""
+    model, ids = family.build(dtype=torch.float64), tokens(40)
+    if scaled:
+        table = torch.linspace(1.1, 1.9, 4).repeat(4, 1)
+        seam.install(model, Scales(tuple(range(4)), table, table / 8, "log", 8))
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        for count in (1, 7, 39, 40):
+            assert torch.allclose(ending_logits(model, ids, count), whole[:, -count:], rtol=0, atol=1e-9)
+            assert model.model(input_ids=ids, use_cache=False, last=count).last_hidden_state.shape[1] == count
+        cache = hf.DynamicCache(config=model.config)
+        ending_logits(model, ids[:, :25], 1, cache)
+        assert torch.allclose(ending_logits(model, ids[:, 25:], 4, cache), whole[:, -4:], rtol=0, atol=1e-9)
+        assert cache.get_seq_length() == 40, "keys and values of every position are kept"
+
+
+def test_sparing_the_last_layer_spares_queries():
+    model, seen = FAMILIES[0].build(), []
+    with torch.no_grad(), seam.observing(model, lambda call: seen.append((call.q.shape[2], call.n[0].tolist()))):
+        ending_logits(model, tokens(24), 3)
+    assert [queries for queries, _ in seen] == [24, 24, 24, 3]
+    assert seen[-1][1] == [22, 23, 24]
+
+
+def test_intervals_hold_what_they_promise():
+    """95% intervals over documents, whose values move together: of 300, at least 88% and not all hold the truth."""
+    rng = np.random.default_rng(0)
+    held = over_values = 0
+    for _ in range(300):
+        documents = np.repeat(np.arange(25), 8)
+        values = rng.normal(0, 1, 25)[documents] + rng.normal(0, 1, 200)
+        _, low, high = bootstrap(values, groups=documents, draws=400)
+        held += low <= 0 <= high
+        _, low, high = bootstrap(values, draws=400)
+        over_values += low <= 0 <= high
+    assert 0.88 * 300 <= held < 300
+    assert over_values < 0.75 * 300, "single values pretend to more than they know"
+
+
+def test_a_sample_of_windows_is_honest_about_the_whole():
+    """Of 300 samples of 40 windows, 88% of the intervals or more hold the perplexity of all 2,000."""
+    rng = np.random.default_rng(1)
+    losses = rng.gamma(4, 0.75, 2000)
+    evaluation, held = Perplexity((text(50),), (16,), stride=8), 0
+    for _ in range(300):
+        drawn = rng.choice(losses, 40, replace=False)
+        made = [
+            {"eval": "perplexity", "task": "text", "length": 16, "document": "one", "scored": 8, "nll": 8 * loss}
+            for loss in drawn.tolist()
+        ]
+        (score,) = evaluation.score(made)
+        held += score.low <= math.exp(losses.mean()) <= score.high
+    assert 0.88 * 300 <= held < 300
+
+
+def test_wilson_is_honest_at_the_ends():
+    assert wilson(0, 10)[:2] == (0.0, 0.0)
+    assert wilson(10, 10)[::2] == pytest.approx((1.0, 1.0))
+    assert 0.25 < wilson(0, 10)[2] < 0.31
+    share, low, high = wilson(40, 100)
+    assert (share, round(low, 3), round(high, 3)) == (0.4, 0.309, 0.498)
+
+
+def test_bad_input_is_a_sentence(tmp_path):
+    with pytest.raises(FarspanError, match=r"none of the 2 documents of text has 64 tokens \(the longest has 50\)"):
+        Perplexity((text(50, 30),), (16, 64), stride=8)
+    with pytest.raises(FarspanError, match="windows of 8 tokens cannot move by 8"):
+        Perplexity((text(50),), (8,), stride=8)
+    with pytest.raises(FarspanError, match="perplexity mode 'jarn' is unknown"):
+        Perplexity((text(50),), (16,), "jarn", 8)
+    without = Perplexity((text(50),), (16,), "yarn", 8)
+    with pytest.raises(FarspanError, match="this tokenizer has none; choose the mode same or paper-a"):
+        samples(without, tiny(), SimpleNamespace(bos_token_id=None))
+    broken = tiny()
+    broken.lm_head.weight.data.fill_(math.nan)
+    with pytest.raises(FarspanError, match="the loss on text is nan in windows of 16 tokens"):
+        samples(Perplexity((text(50),), (16,), stride=8), broken)
+
+
+def test_text_is_read_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three")
+    (tmp_path / "b.txt").write_text("four five")
+    tokenizer = lambda words, **options: {"input_ids": [len(word) for word in words.split()]}  # noqa: E731
+    found = read_text("words", tmp_path, tokenizer)
+    assert [ids.tolist() for ids in found.ids] == [[3, 3, 5], [4, 4]]
+    assert found.documents == ("a.txt", "b.txt")
+    assert found.longest == 3
+    (tmp_path / "b.txt").write_text("four six")
+    assert read_text("words", tmp_path, tokenizer).sha256 != found.sha256
