@@ -1,0 +1,1 @@
+"""The laboratory: which position encoding generalises to longer inputs? Small tasks whose answers can be computed."""

@@ -1,0 +1,111 @@
+"""PCFG SET: ten string functions in prefix notation, an interpreter, and a generator by number of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from string import ascii_uppercase
+
+import numpy as np
+
+from farspan.errors import FarspanError
+
+Symbols = tuple[str, ...]
+
+UNARY: dict[str, Callable[[Symbols], Symbols]] = {
+    "copy": lambda x: x,
+    "reverse": lambda x: x[::-1],
+    "shift": lambda x: x[1:] + x[:1],
+    "swap_first_last": lambda x: x[-1:] + x[1:-1] + x[:1] if len(x) > 1 else x,
+    "repeat": lambda x: x + x,
+    "echo": lambda x: x + x[-1:],
+}
+BINARY: dict[str, Callable[[Symbols, Symbols], Symbols]] = {
+    "append": lambda x, y: x + y,
+    "prepend": lambda x, y: y + x,
+    "remove_first": lambda x, y: y,
+    "remove_second": lambda x, y: x,
+}
+SYMBOLS = tuple(f"{letter}{number}" for letter in ascii_uppercase for number in range(1, 21))
+_UNARY, _BINARY = tuple(UNARY), tuple(BINARY)
+VOCABULARY = (*UNARY, *BINARY, ",", *SYMBOLS)
+ARGUMENT = (2, 5)  # symbols in one string
+LONGEST_INPUT = 71  # words, as in the released data
+LONGEST_OUTPUT = 128  # words; of the released examples 31 in 115,166 have more
+BINARY_SHARE = 0.4  # of functions, as in the released data, unless so many would make the input too long
+
+
+def evaluate(text: str) -> Symbols:
+    """The string that an expression stands for.
+
+    >>> evaluate("append swap_first_last A1 B2 C3 , echo D4")
+    ('C3', 'B2', 'A1', 'D4', 'D4')
+    """
+    words = iter((*text.split(), ""))
+    value, end = _value(next(words), words)
+    if end:
+        raise FarspanError(f"{text!r} is no expression of PCFG SET: {end!r} is left over; write f x or f x , y")
+    return value
+
+
+def _value(word: str, words: Iterator[str]) -> tuple[Symbols, str]:
+    """The value of the expression that begins with `word`, and the word that ended it."""
+    if word in UNARY:
+        inner, end = _value(next(words), words)
+        return UNARY[word](inner), end
+    if word in BINARY:
+        first, _comma = _value(next(words), words)
+        second, end = _value(next(words), words)
+        return BINARY[word](first, second), end
+    symbols = []
+    while word not in (",", ""):
+        symbols.append(word)
+        word = next(words)
+    return tuple(symbols), word
+
+
+def expression(functions: int, rng: np.random.Generator) -> tuple[str, Symbols]:
+    """An expression with that many functions and its value, neither longer than released ones are."""
+    if not 1 <= functions <= LONGEST_INPUT - ARGUMENT[0]:
+        raise FarspanError(
+            f"an expression of {functions} functions has no room in {LONGEST_INPUT} words; "
+            f"ask for 1 to {LONGEST_INPUT - ARGUMENT[0]}"
+        )
+    while True:
+        binary = int(rng.binomial(functions, BINARY_SHARE))
+        sizes = rng.integers(ARGUMENT[0], ARGUMENT[1] + 1, size=binary + 1).tolist()
+        if functions + binary + sum(sizes) > LONGEST_INPUT:
+            continue
+        text = " ".join(_write(_shape(functions - binary, binary, rng), sizes, rng))
+        value = evaluate(text)
+        if len(value) <= LONGEST_OUTPUT:
+            return text, value
+
+
+def _shape(unary: int, binary: int, rng: np.random.Generator) -> list[int]:
+    """The arities of a tree in prefix order, all trees equally likely.
+
+    Of the rotations of a shuffled sequence exactly one is a tree (the cycle lemma): the one that begins after the first
+    lowest point of the running sum of arity − 1.
+    """
+    arities = rng.permutation([1] * unary + [2] * binary + [0] * (binary + 1))
+    start = int(np.cumsum(arities - 1).argmin()) + 1
+    return arities[start:].tolist() + arities[:start].tolist()
+
+
+def _write(shape: list[int], sizes: list[int], rng: np.random.Generator) -> list[str]:
+    """The words of an expression of that shape, with random functions, over random strings of these sizes."""
+    arities, lengths = iter(shape), iter(sizes)
+    unary = iter(rng.integers(len(UNARY), size=shape.count(1)).tolist())
+    binary = iter(rng.integers(len(BINARY), size=shape.count(2)).tolist())
+    symbols = iter(rng.integers(len(SYMBOLS), size=sum(sizes)).tolist())
+
+    def write() -> list[str]:
+        arity = next(arities)
+        if arity == 1:
+            return [_UNARY[next(unary)], *write()]
+        if arity == 2:
+            return [_BINARY[next(binary)], *write(), ",", *write()]
+        return [SYMBOLS[index] for index in islice(symbols, next(lengths))]
+
+    return write()
