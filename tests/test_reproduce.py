@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.workflows import reproduce as studies
-from farspan.workflows.reproduce import Cell, Study, cells, read_study, reproduce, table
+from farspan.workflows.reproduce import Study, cells, read_study, reproduce, table
 
 
 @pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])
@@ -43,9 +44,9 @@ def tiny(tmp_path, monkeypatch):
     for number, name in enumerate(("books_train_a", "books_train_b", "books_val", "pg19_test_a")):
         part = text[number * 20_000 : (number + 1) * 20_000]
         (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"text": part}) + "\n")
-    monkeypatch.setattr(studies, "find_model", lambda study, name, progress: tmp_path / "model")
+    monkeypatch.setattr(studies, "find_model", lambda *asked: tmp_path / "model")
     monkeypatch.setattr(studies.Texts, "_path", lambda self, file: tmp_path / "data" / file.removesuffix(".xz"))
-    monkeypatch.setattr(studies, "passkey_share", lambda model, tokenizer, length, keys: 0.5)
+    monkeypatch.setattr(studies, "passkey_share", lambda model, tokenizer, length, **options: 0.5)
     (tmp_path / "study.toml").write_text(
         'factors = [2]\nseeds = [0, 1]\nreport_windows = 2\nreport_factor = 2\ngrids = ["nope-twin"]\n'
         "grid_low = 1.0\ngrid_high = 1.02\n"
@@ -70,15 +71,34 @@ def test_a_study_measures_every_cell_once_and_goes_on(tiny):
     assert set(results[0]["loss"]) == {"books_val", "pg19_test_a"}
     assert len(results[0]["entropy"]) == len(results[0]["positions"]) == len(results[0]["loss"]["books_val"])
     assert results[2]["scales"] != results[3]["scales"], "seeds search in other orders"
-    grid = json.loads((out / "grids" / "nope-twin.model.json").read_text())
+    (grid,) = json.loads((out / "results.json").read_text())["grids"]
     assert len(grid["values"]) == 3
-    lost = out / "cells" / f"{Cell('nope-twin', 'uniform', 2, 0).name}.json"
-    before = json.loads(lost.read_text())
+    lost = next(file for file in out.glob("cells/*.json") if '"method": "uniform"' in file.read_text())
     lost.unlink()
     said.clear()
     again = reproduce(source, [], out, say=said.append)
     assert len(said) == 1
-    assert again[1]["loss"] == before["loss"]
+    assert again == results
+    said.clear()
+    more = reproduce(source, ["report_windows=3"], out, say=said.append)
+    assert len(said) == 5, "what is measured otherwise is measured anew"
+    assert more[0]["loss"] != again[0]["loss"]
     text = table(again, "books_val")
     assert text.count("\n") == 4
     assert " ± " in text.splitlines()[-1]
+
+
+def test_processes_share_a_study(tiny):
+    """Two at once: each cell is measured by one of them, and both come to all results."""
+    source, out = str(tiny / "study.toml"), tiny / "out"
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2) as pool:
+        shares = pool.starmap(_reproduced, [(source, out)] * 2, chunksize=1)
+    assert shares[0][1] == shares[1][1]
+    assert len(shares[0][0]) + len(shares[1][0]) == 5
+
+
+def _reproduced(source, out):
+    torch.set_num_threads(1)
+    said: list[str] = []
+    return said, reproduce(source, [], out, say=said.append)

@@ -54,7 +54,8 @@ class Search:
 def headscale(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:
     """One constant λ̂ a head."""
     search = search or Search()
-    return _searched(model, job, search, "headscale", job.uniform(_start(model, job, search)))
+    start = search.init or best_uniform(model, job, search)
+    return _searched(model, job, search, "headscale", job.uniform(start))
 
 
 def headlog(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:
@@ -62,15 +63,14 @@ def headlog(model: PreTrainedModel, job: Job, search: Search | None = None) -> P
     search = search or Search()
     search = replace(search, lr=tuple(lr / 2 for lr in search.lr))  # two numbers move one scale
     reach = float(torch.tensor(job.target / job.train_length).log())
-    slope = (_start(model, job, search) - 1) / reach
+    slope = ((search.init or best_uniform(model, job, search)) - 1) / reach
     table = torch.full((len(job.layers), job.heads), max(0.0, slope))
     scales = Scales(job.layers, torch.ones_like(table), table, "log", job.train_length)
     return _searched(model, job, search, "headlog", scales)
 
 
-def _start(model: PreTrainedModel, job: Job, search: Search) -> float:
-    if search.init:
-        return search.init
+def best_uniform(model: PreTrainedModel, job: Job, search: Search) -> float:
+    """Where a search begins: the best single λ̂ that it may have."""
     found = uniform(model, job).scales
     assert found is not None
     return max(1.0, float(found.base[0, 0])) if search.constraint else float(found.base[0, 0])

@@ -1,15 +1,17 @@
 """`farspan reproduce`: a study by one recipe. Train or find the models, fit every method at every target, and measure
 all of them alike on text that nothing was chosen by.
 
-The unit is a cell: one model, method, factor and seed. Its result is one JSON file, written whole; a study that was
-stopped goes on with the cells that are missing.
+The unit is a cell: one model, method, factor and seed. It is computed once, by whichever process (cells.py); a study
+that was stopped goes on with the cells that are missing.
 """
 
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import probe
+from farspan.cells import WAIT, Cells, key_of, sweep
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import measure
 from farspan.diagnosis.knees import Rule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_share
-from farspan.files import read_json, write_json, write_text
+from farspan.files import sha256_of, weight_files, write_json, write_text
 from farspan.loading import load
+from farspan.methods.headscale import best_uniform
 from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
 from farspan.progress import Progress, silent
@@ -38,6 +42,7 @@ from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import pretrain, read_recipe
 
 SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "study"
+PROMPTS = 16  # at once
 BINS_INSIDE = 16  # bins of positions to a training length, in what a cell keeps
 
 
@@ -69,9 +74,28 @@ class Cell:
     factor: int  # 1: as trained
     seed: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.model}.{self.method.replace('/', '_')}.x{self.factor}.s{self.seed}"
+    def of(self, model: Path) -> Path:
+        return model
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The loss under every λ̂, at one checkpoint of a model."""
+
+    model: str
+    checkpoint: str  # "model": the last
+
+    def of(self, model: Path) -> Path:
+        return model if self.checkpoint == "model" else model.parent / "checkpoints" / self.checkpoint
+
+
+def grids(study: Study) -> list[Grid]:
+    """Those that the study asks for, at every checkpoint that is kept."""
+    found = []
+    for model in study.grids:
+        keep = () if model.endswith("-twin") else read_recipe(model).plan.keep
+        found += [Grid(model, f"step-{step:07d}") for step in keep] + [Grid(model, "model")]
+    return found
 
 
 CHANCE = ("headscale", "headlog", "drope", "tune=")  # what makes a method depend on its seed
@@ -108,57 +132,91 @@ def reproduce(
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Run what is missing of a study; returns the results of all its cells."""
+    """Run what is missing of a study; returns the results of all its cells, which `out`/results.json holds too.
+
+    Any number of processes may be given the same study and folder: each trains or measures what nobody is at.
+    """
     study, out = read_study(source, changes), Path(out)
-    todo = cells(study)
+    items: list[Cell | Grid] = [*cells(study), *grids(study)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     write_text(out / "recipe.toml", to_toml(study))
-    results, texts = [], Texts(study)
-    for cell in todo:
-        file = out / "cells" / f"{cell.name}.json"
-        if not file.exists():
-            folder = find_model(study, cell.model, progress)
-            write_json(file, _run(texts, cell, folder, device, progress))
-            say(line_of(read_json(file)))
-        results.append(read_json(file))
-    for model in study.grids:
-        for folder in [*_checkpoints(study, model), find_model(study, model, progress)]:
-            file = out / "grids" / f"{model}.{folder.name}.json"
-            if not file.exists():
-                write_json(file, _grid(texts, model, folder, device, progress))
-                found = read_json(file)
-                say(f"{model} {folder.name}: best λ̂ = 1 + {found['slope']:.3f}·ln s, R² {found['r2']:.4f}")
-    return results
+    store, texts = Cells(out, say=say), Texts(study)
+    found: dict[Cell | Grid, dict[str, Any]] = {}
+
+    def work(item: Cell | Grid, folder: Path) -> dict[str, Any]:
+        if isinstance(item, Grid):
+            result = _grid(texts, item, folder, device, progress)
+            say(f"{item.model} {item.checkpoint}: best λ̂ = 1 + {result['slope']:.3f}·ln s, R² {result['r2']:.4f}")
+        else:
+            result = _run(texts, item, folder, device, progress)
+            say(line_of(result))
+        return result
+
+    while len(found) < len(items):
+        before = len(found)
+        for model in study.methods:
+            trained = find_model(study, model, store, progress)
+            if trained is None:
+                continue  # another process is at it
+            mine = [(item, item.of(trained)) for item in items if item.model == model and item not in found]
+            todo = {key_of(_described(study, *each)): each for each in mine}
+            done = sweep(store, todo, lambda each: work(*each), describe=lambda each: _described(study, *each))
+            found |= {todo[key][0]: result for key, result in done.items()}
+        if len(found) == before:
+            time.sleep(WAIT)
+    results = [found[item] for item in items]
+    split = len(cells(study))
+    write_json(out / "results.json", {"cells": results[:split], "grids": results[split:]})
+    return results[:split]
 
 
-def find_model(study: Study, name: str, progress: Progress) -> Path:
-    """The trained model of a recipe: a twin, one that was trained before, or one trained now."""
+def _described(study: Study, item: Cell | Grid, folder: Path) -> dict[str, Any]:
+    """All that a result depends on."""
+    aside = ("methods", "factors", "seeds", "grids", "folder", "runs")  # which cells there are, and where things lie
+    settings = {name: value for name, value in asdict(study).items() if name not in aside}
+    return {**asdict(item), "settings": settings, "weights": _weights(folder)}
+
+
+@cache
+def _weights(folder: Path) -> list[str]:
+    return [sha256_of(file) for file in weight_files(folder)] if folder.is_dir() else [str(folder)]
+
+
+def find_model(study: Study, name: str, store: Cells, progress: Progress) -> Path | None:
+    """The trained model of a recipe: a twin, one that was trained before, or one trained now; None while another
+    process trains it."""
     if name.endswith("-twin"):
         return Path(name)
     folder = Path(study.runs) / name
-    changes = [f"data.folder={study.folder}"] if study.folder else []
-    if not (folder / "model").exists():
-        advance, seen = progress(f"pretrain {name}", read_recipe(name).train.steps), 0
-
-        def listen(moment) -> None:
-            nonlocal seen
-            advance(moment.step - seen, f"loss {moment.loss:.3f}")
-            seen = moment.step
-
-        pretrain(name, changes, folder, progress=progress, listen=listen)
+    if (folder / "model").exists():
+        return folder / "model"
+    with store.claimed([f"model-{name}"]) as mine:
+        if not mine:
+            return None
+        if not (folder / "model").exists():
+            _train(study, name, folder, progress)
     return folder / "model"
 
 
-def _checkpoints(study: Study, name: str) -> list[Path]:
-    keep = read_recipe(name).plan.keep if not name.endswith("-twin") else ()
-    return [Path(study.runs) / name / "checkpoints" / f"step-{step:07d}" for step in keep]
+def _train(study: Study, name: str, folder: Path, progress: Progress) -> None:
+    changes = [f"data.folder={study.folder}"] if study.folder else []
+    advance, seen = progress(f"pretrain {name}", read_recipe(name).train.steps), 0
+
+    def listen(moment) -> None:
+        nonlocal seen
+        advance(moment.step - seen, f"loss {moment.loss:.3f}")
+        seen = moment.step
+
+    pretrain(name, changes, folder, progress=progress, listen=listen)
 
 
 class Texts:
-    """The texts of a study as windows of tokens, each read once: cells that follow each other ask for the same."""
+    """The texts of a study as windows of tokens, each read once, and what one cell finds that others begin from: cells
+    that follow each other ask for the same."""
 
     def __init__(self, study: Study):
         self.study = study
+        self.best: dict[tuple[str, int, bool], float] = {}  # model, target, constraint -> best λ̂ of all heads
         self._read: dict[tuple[str, str, int, int], torch.Tensor] = {}
 
     def windows(self, file: str, model: str, tokenizer: Any, length: int, limit: int) -> torch.Tensor:
@@ -221,6 +279,11 @@ def _fit(
         seed=cell.seed,
         progress=progress,
     )
+    if method in ("headscale", "headlog") and not how.search.init:
+        asked = (cell.model, target, how.search.constraint)
+        if asked not in texts.best:
+            texts.best[asked] = best_uniform(model, job, how.search)
+        how = replace(how, search=replace(how.search, init=texts.best[asked]))
     patch, _ = fit_in_turn(model, job, how, method.split("+"))
     return patch
 
@@ -249,23 +312,23 @@ def _measured(
     power = 0
     while length * 2**power <= reach:
         mark = length * 2**power
-        found["passkey"][str(mark)] = passkey_share(model, tokenizer, mark, keys=study.passkeys)
+        found["passkey"][str(mark)] = passkey_share(model, tokenizer, mark, keys=study.passkeys, batch=PROMPTS)
         power += 1
     return found
 
 
-def _grid(texts: Texts, name: str, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
+def _grid(texts: Texts, item: Grid, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     model, tokenizer = load(folder, device=device)
     model = in_exact_numbers(model)
     study, length, layers = texts.study, trained_on(model.config) or 0, probe(model)
-    windows = texts.windows(study.choose, name, tokenizer, 8 * length, study.extension.choose_windows)
+    windows = texts.windows(study.choose, item.model, tokenizer, 8 * length, study.extension.choose_windows)
     job = Job(
-        8 * length, length, windows, windows, scaled_by_default(layers), layers[0].heads, fingerprint(model), name
+        8 * length, length, windows, windows, scaled_by_default(layers), layers[0].heads, fingerprint(model), item.model
     )
     grid = full_grid(model, replace(job, progress=progress), windows, study.grid_low, study.grid_high)
     tables = {key: np.asarray(getattr(grid, key)).round(4).tolist() for key in ("values", "loss", "positions", "best")}
     law = {"slope": grid.slope, "interval": list(grid.interval), "r2": grid.r2}
-    return {"model": name, "checkpoint": folder.name, **law, **tables}
+    return {**asdict(item), **law, **tables}
 
 
 def at(found: dict[str, Any], text: str, mark: int) -> float:
