@@ -71,7 +71,7 @@ def test_each_verb_can_be_called_twice_after_every_submodule_was_imported(tmp_pa
     for _ in range(2):
         assert farspan.inspect(tmp_path).family == "farspan"
         assert farspan.load(tmp_path).model.config.model_type == "farspan"
-    assert set(farspan.__all__) == {"diagnose", "export", "extend", "generate", "inspect", "load"}
+    assert set(farspan.__all__) == {"diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = farspan.nonsense
 
@@ -101,6 +101,7 @@ def test_the_readme_names_commands_that_exist():
     from farspan.cli import app
 
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    commands |= {group.name for group in app.registered_groups}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text()

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farspan.loading import load
     from farspan.workflows.diagnosing import diagnose
+    from farspan.workflows.evaluating import evaluate
     from farspan.workflows.exporting import export
     from farspan.workflows.extending import extend
     from farspan.workflows.generating import generate
     from farspan.workflows.inspection import inspect
 
 __version__ = "0.1.0"
-__all__ = ["diagnose", "export", "extend", "generate", "inspect", "load"]
+__all__ = ["diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"]
 
 _VERBS = {
     "diagnose": "farspan.workflows.diagnosing",
+    "evaluate": "farspan.workflows.evaluating",
     "export": "farspan.workflows.exporting",
     "extend": "farspan.workflows.extending",
     "generate": "farspan.workflows.generating",

@@ -17,8 +17,11 @@ from farspan.errors import FarspanError
 
 if TYPE_CHECKING:
     from farspan.workflows.diagnosing import Diagnosis
+    from farspan.workflows.evaluating import Evaluated
     from farspan.workflows.extending import Extended
     from farspan.workflows.inspection import Inspection
+    from farspan.workflows.laboratory import Compared
+    from farspan.workflows.laboratory import Estimate as LabEstimate
     from farspan.workflows.pretraining import Estimate
 
 app = typer.Typer(
@@ -244,6 +247,70 @@ def reproduce(
         out_console.print(studies.table(results, text), soft_wrap=True, markup=False)
 
 
+@app.command("eval")
+def evaluate(
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The results folder; what it holds is not measured again.")],
+    suite: Annotated[
+        str, typer.Option(help="quick, paper, perplexity, passkey, needle, longbench or commonsense.")
+    ] = "quick",
+    lengths: Annotated[str, typer.Option(help="As 512,1024 or 512:4096; else what suits the model.")] = "",
+    data: Annotated[list[str] | None, typer.Option(help="Text as PATH or NAME=PATH; the suite tells which.")] = None,
+    vs: Annotated[str | None, typer.Option("--vs", metavar="BASE", help="A model to set beside it.")] = None,
+    require: Annotated[
+        list[str] | None, typer.Option(help='A gate, as "ppl@512<=1.05x"; if it is missed, the exit code is 3.')
+    ] = None,
+    mode: Annotated[str, typer.Option(help="Of perplexity: same tokens at all lengths, paper-a or yarn.")] = "same",
+    stride: Annotated[int | None, typer.Option(min=1, help="Of perplexity's windows; 256.")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Tokens that perplexity scores at most; 2M.")] = None,
+    sample_windows: Annotated[int | None, typer.Option(min=1, help="Perplexity of so many windows alone.")] = None,
+    beams: Annotated[int | None, typer.Option(min=1, help="Of LongBench's answers; 1 is greedy.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="For keys, needles and subsets.")] = 0,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    position: Position = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+):
+    """How good is it, at which length? Exact numbers that say what they counted. Stopped, it goes on."""
+    from farspan.errors import ProofError
+    from farspan.lengths import parse_lengths
+    from farspan.progress import bars
+    from farspan.workflows.evaluating import evaluate as measure
+
+    asked = parse_lengths(lengths) if lengths else []
+    with bars() as progress:
+        found = measure(
+            model,
+            suite,
+            out,
+            lengths=asked,
+            data=parse_data(data) if data else None,
+            vs=vs,
+            require=require or [],
+            mode=mode,
+            stride=stride,
+            budget=budget,
+            windows=sample_windows,
+            beams=beams,
+            seed=seed,
+            position=position,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+            say=lambda text: Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_plain(text)}"),
+        )
+    if as_json:
+        if speaks:
+            typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        show_evaluation(found)
+    missed = [verdict.told for verdict in found.verdicts if not verdict.holds]
+    if missed and speaks:
+        raise ProofError(
+            f"{'a gate was' if len(missed) == 1 else f'{len(missed)} gates were'} missed: {'; '.join(missed)}"
+        )
+
+
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="DIR", help="A patch folder, or any model.")],
@@ -305,6 +372,130 @@ def generate(
     sys.stdout.write("\n")
 
 
+lab = typer.Typer(
+    help="Which position encoding carries over to longer inputs? Small tasks, trained and asked.", no_args_is_help=True
+)
+app.add_typer(lab, name="lab")
+
+
+@lab.command("run")
+def lab_run(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A study's name, as lab-tiny, or a .toml file.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As train.steps=500.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Its folder; runs/RECIPE unless given.")] = None,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
+    as_json: AsJson = False,
+):
+    """Train a study's models, ask them inside and beyond the lengths they know, rank encodings. Stopped, it goes on."""
+    from farspan.progress import bars
+    from farspan.workflows import laboratory
+
+    if dry_run:
+        show_lab_estimate(laboratory.estimate(laboratory.read_study(recipe, changes or []), device), as_json)
+        return
+    folder = out or Path("runs") / Path(recipe).stem
+    with bars() as progress:
+        found = laboratory.run(
+            recipe,
+            changes or [],
+            folder,
+            device=device,
+            progress=progress,
+            say=lambda text: None if as_json else out_console.print(text, soft_wrap=True, markup=False),
+        )
+    if as_json:
+        ranks = {rank.encoding: rank.reciprocal for rank in found.ranks}
+        told = {"learnt": found.learnt[0], "models": found.learnt[1], "mean_reciprocal_rank": ranks}
+        typer.echo(json.dumps({**told, "folder": str(folder)}))
+        return
+    for title, table in found.tables.items():
+        out_console.print(f"\n[bold]{title}[/]\n")
+        out_console.print(table, soft_wrap=True, markup=False)
+    out_console.print(
+        f"\n{found.learnt[0]} of {found.learnt[1]} models learnt their task; record and figure in {folder}",
+        soft_wrap=True,
+    )
+
+
+@lab.command("dump")
+def lab_dump(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="copy, reverse, addition, scan, … or a variant.")],
+    n: Annotated[int, typer.Option("--n", help="How many examples; all are distinct.")] = 10,
+    lengths: Annotated[str, typer.Option(help="As 2:20, both included; else those it is trained on.")] = "",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same examples.")] = 0,
+    scratchpad: Annotated[str | None, typer.Option(help="Steps before the answer: full, or parts, as icovr.")] = None,
+):
+    """Print examples as JSON Lines (input, target, length) for any other trainer."""
+    from farspan.workflows.laboratory import dump
+
+    for line in dump(task, n, lengths, seed, scratchpad):
+        typer.echo(line)
+
+
+@lab.command("distance")
+def lab_distance(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="Models of one tokenizer and depth.")],
+    data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
+    task: Annotated[str | None, typer.Option(help="Examples of a task instead, for models of the laboratory.")] = None,
+    lengths: Annotated[str, typer.Option(help="Of the task, as 2:20; else those it is trained on.")] = "",
+    length: Annotated[int, typer.Option(min=2, help="Of a window of text, in tokens.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="How many windows, or examples.")] = 4,
+    legacy: Annotated[bool, typer.Option("--legacy", help="As paper B's code: no JSD, half of the pairs.")] = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figures.")] = None,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    as_json: AsJson = False,
+):
+    """How alike do models attend? The divergence of their heads, layer by layer, and what each head is worth."""
+    from farspan.progress import bars
+    from farspan.workflows.laboratory import compare
+
+    with bars() as progress:
+        found = compare(
+            models,
+            data,
+            out,
+            task=task,
+            lengths=lengths,
+            length=length,
+            windows=windows,
+            rule="legacy" if legacy else "jsd",
+            device=device,
+            progress=progress,
+        )
+    show_comparison(found, as_json)
+    if out is not None and not as_json:
+        out_console.print(f"[dim]record and figures in[/] {out}")
+
+
+@lab.command("theorems")
+def lab_theorems(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL…]", help="To read positions from.")] = None,
+    data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
+    length: Annotated[int, typer.Option(min=4, help="Of the texts, in tokens.")] = 512,
+    windows: Annotated[int, typer.Option(min=2, help="How many texts: half are fitted to, half are read.")] = 8,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figure.")] = None,
+    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+):
+    """How can a model without positions know them? Paper B's theorems as weights, and what models have learnt."""
+    from farspan.workflows.laboratory import theorems
+
+    found = theorems(models or [], data, out, length=length, windows=windows, device=device)
+    for proof in found.proofs:
+        out_console.print(
+            f"{proof.rule:>10}: to {length} tokens the first layer finds positions within {proof.position_error:.0e}, "
+            f"and the second scores by distance within {proof.score_error:.0e}",
+            soft_wrap=True,
+        )
+    for name, readings in found.readings.items():
+        shares = "  ".join(f"{each.r2:.3f}" for each in readings)
+        last = readings[-1]
+        out_console.print(f"{name}: R² of the position after each layer  {shares}", soft_wrap=True, markup=False)
+        out_console.print(f"{'':{len(name)}}  off by {last.error:.0f} tokens at the end", soft_wrap=True, markup=False)
+    if out is not None:
+        out_console.print(f"[dim]record and figure in[/] {out}")
+
+
 @app.command()
 def demo():
     """The main job in minutes on the CPU: a small model fails beyond its training length, and is mended."""
@@ -355,6 +546,53 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
     for diagnosis in found:
         name = f"[bold]{_plain(diagnosis.label)}[/]  " if len(found) > 1 else ""
         out_console.print(f"{name}{_plain(diagnosis.verdict)}")
+
+
+def show_evaluation(found: Evaluated) -> None:
+    from rich.table import Table
+
+    from farspan.evals.scores import beside
+
+    against = found.base is not None
+    table = Table(box=None, padding=(0, 1 if against else 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for column in ("length", "model" if against else "value"):
+        table.add_column(column, justify="right", no_wrap=True, style="bold" if column != "length" else "")
+    for column in ("95% interval", *(("base", "×") if against else ()), "n", "truncated", "skipped"):
+        table.add_column(column, justify="right", no_wrap=True, style="dim" if column not in ("base", "×") else "")
+    shown = [score for score in found.scores if not score.tags.get("detail")]
+    before = None
+    for score in shown:
+        task = score.tags.get("task", "")
+        what = f"{score.eval} {task}" if task == score.metric != score.eval else f"{score.metric} {task}"
+        what = score.metric if task in ("", score.eval) else what
+        row = ["" if what == before else what, f"{score.length:,}", _figure(score.value)]
+        row.append(f"{_figure(score.low)}–{_figure(score.high)}")
+        if against:
+            other = beside(score, found.base_scores)
+            row += (
+                [_figure(other.value), f"{score.value / other.value:.3f}" if other.value else ""] if other else ["", ""]
+            )
+        table.add_row(*row, _si(score.n), *(f"{score.tags.get(name, 0):,}" for name in ("truncated", "skipped")))
+        before = what
+    if against:
+        out_console.print(f"{_plain(found.model)} [dim]against[/] {_plain(found.base or '')}\n")
+    out_console.print(table)
+    out_console.print()
+    trained = {score.tags["trained_on_passkeys"] for score in shown if "trained_on_passkeys" in score.tags}
+    if trained:
+        out_console.print(f"[dim]passkey documents in training:[/] {', '.join(sorted(trained))}")
+    for note in found.notes:
+        out_console.print(f"[yellow]note[/] {_plain(note)}", soft_wrap=True)
+    for verdict in found.verdicts:
+        mark = "[green]holds[/]" if verdict.holds else "[red]missed[/]"
+        out_console.print(f"{mark}  {_plain(verdict.gate)}  [dim]{_plain(verdict.told)}[/]", soft_wrap=True)
+    out_console.print(f"[dim]record, samples and figures in[/] {found.folder}", soft_wrap=True)
+
+
+def _figure(value: float) -> str:
+    """Three digits that count: 0.92, 22.1, 1,284."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def show_extension(found: Extended) -> None:
@@ -420,6 +658,63 @@ def show_estimate(recipe: str, found: Estimate, as_json: bool) -> None:
     )
     facts.add_row("", "that matrix products reach on this machine, measured now")
     out_console.print(facts)
+
+
+def show_comparison(found: Compared, as_json: bool) -> None:
+    from rich.table import Table
+
+    if as_json:
+        pairs = [
+            {
+                "models": [found.models[one], found.models[other]],
+                "nearest": each.nearest.tolist(),
+                "matched": each.matched.tolist(),
+            }
+            for (one, other), each in found.pairs.items()
+        ]
+        heads = dict(zip(found.models, (worth.tolist() for worth in found.ablations), strict=True))
+        typer.echo(json.dumps({"tokens": found.tokens, "distances": pairs, "loss_without_head": heads}))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
+    table.caption = f"nats, by layer: nearest pair of heads, then heads matched one to one; {found.tokens:,} tokens"
+    table.add_column("models")
+    for layer in range(len(found.mass[0])):
+        table.add_column(str(layer), justify="right")
+    for (one, other), each in found.pairs.items():
+        table.add_row(f"{found.models[one]} · {found.models[other]}", *(f"{value:.3f}" for value in each.nearest))
+        table.add_row("", *(f"{value:.3f}" for value in each.matched), style="dim")
+    if found.pairs:
+        out_console.print(table)
+    for name, worth, mass in zip(found.models, found.ablations, found.mass, strict=True):
+        layer, head = divmod(int(worth.argmax()), worth.shape[1])
+        out_console.print(
+            f"{name}: without head {head} of layer {layer} the loss rises most, by {worth.max():.3f} nats; it gives "
+            f"{mass[layer, head, 0]:.0%} to the token itself and {mass[layer, head, 1]:.0%} to the one before",
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def show_lab_estimate(found: Sequence[LabEstimate], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in found]))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
+    table.caption = (
+        "memory: weights, gradients and optimizer of the largest fleet; time: at least, if nothing but matrix products "
+        "took any, at the speed they have on this machine"
+    )
+    for column in ("encoding", "size", "models", "fleets", "parameters", "tokens", "memory", "time"):
+        table.add_column(column, justify="left" if column in ("encoding", "size") else "right")
+    for each in found:
+        counts = (str(each.models), str(each.fleets), f"{each.parameters:,}", _si(each.tokens))
+        table.add_row(each.encoding, each.size, *counts, f"{each.weights_gib:.1f} GiB", _duration(each.seconds))
+    out_console.print(table)
+    out_console.print(f"{_duration(sum(each.seconds for each in found))} at least in all")
 
 
 def _duration(seconds: float) -> str:

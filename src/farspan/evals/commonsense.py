@@ -13,6 +13,8 @@ import difflib
 import importlib.metadata
 import io
 import json
+import math
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ from typing import Any
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.averages import average
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.scores import Cell, Sample, Score, bootstrap
-from farspan.files import sha256_of, write_text
+from farspan.evals.scores import Cell, Sample, Score, wilson
+from farspan.files import check_unpacked, sha256_of, write_text
 from farspan.loading import first_line
 from farspan.memory import out_of_memory
 
@@ -95,9 +97,9 @@ class Commonsense:
         for task, group in groups.items():
             for metric in ("acc", "acc_norm"):
                 if metric in group[0]:
-                    mean = bootstrap([sample[metric] for sample in group])
+                    share = wilson(sum(sample[metric] for sample in group), len(group))
                     tags = {"task": task, **_declared(group)}
-                    scores.append(Score(NAME, metric, group[0]["length"], *mean, len(group), tags))
+                    scores.append(Score(NAME, metric, group[0]["length"], *share, len(group), tags))
         if len(groups) > 1:
             values = [
                 [sample["acc_norm" if "acc_norm" in sample else "acc"] for sample in group] for group in groups.values()
@@ -115,6 +117,7 @@ class Commonsense:
                 raise FarspanError(f"commonsense has no task {task!r}; the nearest is {near[0]}")
 
     def _file(self, task: str) -> Path:
+        check_unpacked(Path(self.data))
         folder = Path(self.data) / task
         found = [folder / f"{name}.jsonl" for name in ENDINGS[TASKS[task].split]]
         for file in found:
@@ -124,14 +127,13 @@ class Commonsense:
 
     def _source(self, task: str) -> dict[str, Any]:
         """What the items are: by whose word, and how many of them."""
-        few = f"first {self.limit} of the " if self.limit else ""
-        split = f"{few}{TASKS[task].split} split"
-        if not self.data:
-            return {"data": split}
-        file = self._file(task)
-        count = sum(1 for _ in read_rows(file))
-        name = split if count == TASKS[task].items else f"{few}{count} items of {file.parent.name}/{file.name}"
-        return {"data": name, "sha256": sha256_of(file)}
+        facts, file = TASKS[task], self._file(task) if self.data else None
+        count = facts.items if file is None else sum(1 for _ in read_rows(file))
+        few = f"first {self.limit} of the " if self.limit is not None and self.limit < count else ""
+        if file is None:
+            return {"data": f"{few}{facts.split} split"}
+        whole = f"{facts.split} split" if count == facts.items else f"{count} items of {file.parent.name}/{file.name}"
+        return {"data": few + whole, "sha256": sha256_of(file)}
 
     def _run(self, cell: Cell, model: Any, tokenizer: Any, batch: int) -> list[Sample]:
         with tempfile.TemporaryDirectory() as folder, _without_chatter():
@@ -143,6 +145,11 @@ class Commonsense:
         for item in found:
             sizes = [next(tokens) for _ in item["arguments"]]
             told = [float(likelihood) for likelihood, _ in item["filtered_resps"]]
+            if not all(map(math.isfinite, told)):
+                raise FarspanError(
+                    f"the log-likelihoods of item {item['doc_id']} of {cell.task} are {told}: the model's numbers "
+                    "overflow; load it in a wider precision"
+                )
             contexts = [context for context, _ in item["arguments"]]
             samples.append(
                 {
@@ -168,6 +175,8 @@ class Commonsense:
         from lm_eval.tasks import TaskManager
 
         definition = Path(lm_eval.__file__).parent / "tasks" / TASKS[name].definition
+        if not self.data:
+            _check_hub(_data_set(definition))
         config: dict[str, Any] = {"include": str(definition), "task": name}
         if self.data:
             split = TASKS[name].split
@@ -192,6 +201,29 @@ class Commonsense:
                 f"lm-evaluation-harness cannot load {name} ({type(error).__name__}: {first_line(error)}); "
                 "give its items as files, or check the network"
             ) from error
+
+
+def _data_set(definition: Path) -> str:
+    """The data set that a definition of the harness reads, or the one that it includes."""
+    named = dict(re.findall(r"^(dataset_path|include): *(\S+)", definition.read_text(encoding="utf-8"), re.MULTILINE))
+    return named["dataset_path"] if "dataset_path" in named else _data_set(definition.parent / named["include"])
+
+
+def _check_hub(name: str) -> None:
+    """Ask for a data set once, with patience of seconds, if it was never fetched: the harness would try for half a
+    minute."""
+    import datasets
+    import huggingface_hub
+
+    if (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).exists():
+        return
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=5)
+    except Exception as error:  # whatever the network or the hub has to say
+        raise FarspanError(
+            f"the hub does not give the data set {name} ({type(error).__name__}); give the items as files with "
+            "--data commonsense=FOLDER, or check the network"
+        ) from None
 
 
 def _declared(samples: list[Sample]) -> dict[str, Any]:

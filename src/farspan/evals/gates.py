@@ -18,7 +18,13 @@ GRAMMAR = re.compile(
     r"(?:(?P<task>[\w.-]+):)?(?P<metric>[a-z_]+)(?:@(?P<length>\w+))?\s*"
     r"(?P<sign><=|>=|<|>)\s*(?P<value>\d+\.?\d*(?:e[+-]?\d+)?)(?P<times>x?)"
 )
-METRICS = ("ppl", "passkey", "passkey_mean", "recall", "effective_length", "average", "acc", "acc_norm")
+METRICS = {  # of each evaluation; LongBench's tasks have others besides
+    "perplexity": ("ppl",),
+    "passkey": ("passkey", "passkey_mean"),
+    "needle": ("recall", "effective_length"),
+    "longbench": ("average",),
+    "commonsense": ("acc", "acc_norm", "average"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ def parse_gate(text: str) -> Gate:
     found = GRAMMAR.fullmatch(text.strip())
     if found is None:
         raise FarspanError(f"{text!r} is no gate; write it as ppl@512<=1.05x, pg19:ppl@4k<=20 or passkey@1024>=0.9")
-    known = [*METRICS, *dict.fromkeys(task.metric for task in tasks().values())]
+    known = list(dict.fromkeys([*sum(METRICS.values(), ()), *(task.metric for task in tasks().values())]))
     if found["metric"] not in known:
         near = difflib.get_close_matches(found["metric"], known, 1, 0)
         raise FarspanError(f"the gate {text!r} names {found['metric']!r}, which is no metric; the nearest is {near[0]}")
@@ -68,12 +74,28 @@ def parse_gate(text: str) -> Gate:
 
 
 def check_gates(gates: Sequence[Gate], cells: Sequence[Cell]) -> None:
-    """Tell of a gate on a length that will not be measured, before anything is."""
-    lengths = sorted({cell.length for cell in cells})
+    """Tell of a gate on what will not be measured, before anything is."""
     for gate in gates:
+        there = list(dict.fromkeys(metric for cell in cells for metric in _metrics(cell)))
+        if gate.metric not in there:
+            raise FarspanError(
+                f"the gate {gate.text!r} asks for {gate.metric}, and this suite measures {', '.join(there)}"
+            )
+        mine = [cell for cell in cells if gate.metric in _metrics(cell)]
+        named = list(dict.fromkeys(cell.task for cell in mine))
+        if gate.task not in (None, "average", *named, *(cell.eval for cell in mine)):
+            raise FarspanError(
+                f"the gate {gate.text!r} asks for {gate.task}, and {gate.metric} is measured on {', '.join(named)}"
+            )
+        lengths = sorted({cell.length for cell in mine})
         if gate.length is not None and gate.length not in lengths:
-            there = ", ".join(map(str, lengths))
-            raise FarspanError(f"the gate {gate.text!r} asks for {gate.length} tokens, and measured are {there}")
+            told = ", ".join(map(str, lengths))
+            raise FarspanError(f"the gate {gate.text!r} asks for {gate.length} tokens, and measured are {told}")
+
+
+def _metrics(cell: Cell) -> tuple[str, ...]:
+    own = (tasks()[cell.task].metric,) if cell.eval == "longbench" else ()
+    return METRICS[cell.eval] + own
 
 
 def judge(gate: Gate, scores: Sequence[Score], base: Sequence[Score] = ()) -> Verdict:

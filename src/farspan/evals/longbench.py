@@ -23,7 +23,7 @@ from farspan.evals.averages import average
 from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.jsonlines import read_rows
 from farspan.evals.scores import Cell, Sample, Score, bootstrap
-from farspan.files import sha256_of
+from farspan.files import check_unpacked, sha256_of
 
 NAME = "longbench"
 FACTS = Path(__file__).parent.parent / "assets" / "longbench.toml"
@@ -67,10 +67,16 @@ class Collection:
     file: Path
     prompts: tuple[Prompt, ...]
 
+    def first(self, limit: int | None) -> Collection:
+        if limit is None or limit >= len(self.prompts):
+            return self
+        return Collection(f"first {limit} of {self.name}", self.file, self.prompts[:limit])
+
 
 @dataclass(frozen=True)
 class LongBench:
-    """The prompts in a JSON Lines file, or in the .jsonl files of a folder, at some context lengths.
+    """The prompts in a JSON Lines file, or in the .jsonl files of a folder, at some context lengths; of each task the
+    first `limit`, or all.
 
     >>> LongBench("bench/longbench/minilongbench_en.jsonl", (2048, 4096)).cells()[0].task
     'narrativeqa'
@@ -79,13 +85,16 @@ class LongBench:
     data: str | Path
     lengths: tuple[int, ...]
     beams: int = 1  # paper A: 5
+    limit: int | None = None
 
     @cached_property
     def collections(self) -> Mapping[str, Collection]:
-        return read_collections(Path(self.data))
+        return {task: found.first(self.limit) for task, found in read_collections(Path(self.data)).items()}
 
     def cells(self) -> list[Cell]:
         """A cell is a task at a length."""
+        if self.limit is not None and self.limit < 1:
+            raise FarspanError(f"a limit of {self.limit} prompts leaves none; ask for 1 or more")
         if min(self.lengths) < SHORTEST:
             raise FarspanError(
                 f"a context of {min(self.lengths)} tokens leaves nothing of LongBench's prompts; "
@@ -137,7 +146,7 @@ class LongBench:
             groups = {task: [sample for sample in here if sample["task"] == task] for task in tasks()}
             groups = {task: group for task, group in groups.items() if group}
             for task, group in groups.items():
-                mean = bootstrap([sample["score"] for sample in group])
+                mean = bootstrap([sample["score"] for sample in group], within=(0, 100))
                 tags = {"task": task, "kind": tasks()[task].kind, **_declared(group)}
                 scores.append(Score(NAME, tasks()[task].metric, length, *mean, len(group), tags))
             mean = average([[sample["score"] for sample in group] for group in groups.values()])
@@ -182,6 +191,7 @@ def read_collections(data: Path) -> dict[str, Collection]:
     """The prompts of every task that a file or folder holds, in the order of Table 3."""
     if not data.exists():
         raise FarspanError(f"{data} does not exist; give LongBench's .jsonl file, or the folder that holds them")
+    check_unpacked(data)
     files = sorted(data.glob("*.jsonl")) if data.is_dir() else [data]
     found: dict[str, Collection] = {}
     for file in files:

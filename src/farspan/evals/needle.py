@@ -25,7 +25,7 @@ from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError
 from farspan.evals.averages import average
 from farspan.evals.decoding import continuations, end_tokens
-from farspan.evals.scores import Cell, Sample, Score, bootstrap
+from farspan.evals.scores import Cell, Sample, Score, wilson
 from farspan.memory import in_pieces
 
 NAME = "needle"
@@ -142,11 +142,11 @@ class Needle:
         groups: dict[str, dict[int, list[float]]] = {}
         for sample in samples:
             groups.setdefault(sample["task"], {}).setdefault(sample["length"], []).append(sample["score"])
-        shared = {"haystack": samples[0]["haystack"].partition(" ")[0]} if samples else {}
+        shared = {"haystack": samples[0]["haystack"].rpartition(" ")[0] or "filler"} if samples else {}
         found: list[Score] = []
         for task, lengths in groups.items():
             found += [
-                Score(NAME, "recall", length, *bootstrap(values), len(values), {"task": task, **shared})
+                Score(NAME, "recall", length, *wilson(sum(values), len(values)), len(values), {"task": task, **shared})
                 for length, values in sorted(lengths.items())
             ]
         if len(groups) > 1:

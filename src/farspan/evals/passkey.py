@@ -79,7 +79,7 @@ class Passkey:
                 "length": cell.length,
                 "depth": depth,
                 "key": key,
-                "said": tokenizer.decode(told[-count:]).strip(),
+                "said": tokenizer.decode(told[-count:]),  # with its space: a key after another one is a miss
                 "hit": told[-count:] == row[-count:],
             }
             for key, row, count, told in zip(keys, rows, answers, said.tolist(), strict=True)

@@ -45,6 +45,8 @@ STRIDE = 256
 BUDGET = 16_384 * 128  # scored tokens: paper A's
 CURVES, BINS = 8, 32  # windows that show loss by position, and in how many bins
 MANY = 8  # documents, from which on they and not windows are drawn for an interval
+LARGEST = 700.0  # nats, of which e to their number is still a number
+BUSY = 2**16  # tokens at once that keep a GPU busy
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +65,12 @@ class Text:
 
 def read_text(name: str, source: str | Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The documents of a source (see data/documents.py) as tokens, no begin-of-text before them."""
-    names, rows, digest = [], [], hashlib.sha256()
+    names: dict[str, None] = {}
+    rows, digest = [], hashlib.sha256()
     for document in read_documents(source):
         ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-        names.append(document.name)
+        alike = document.name in names  # files of one name in two folders are two documents
+        names[f"{document.name} ({len(rows)})" if alike else document.name] = None
         rows.append(torch.tensor(ids, dtype=torch.int32))
         digest.update(rows[-1].numpy().tobytes() + b"|")
     return Text(name, tuple(names), tuple(rows), digest.hexdigest())
@@ -119,8 +123,12 @@ class Perplexity:
             if self.mode == "same":
                 settings["longest"] = max(self.lengths)
             for length in self.lengths:
-                size = min(64, max(8, 2**15 // length))
-                for first in range(0, len(self.plans[text.name, length]), size):
+                windows, size = len(self.plans[text.name, length]), min(64, max(8, BUSY // length))  # whole batches
+                if not windows:
+                    raise FarspanError(
+                        f"a budget of {self._budget} tokens is less than a window of {length} scores; give a larger one"
+                    )
+                for first in range(0, windows, size):
                     found.append(Cell(NAME, text.name, length, {**settings, "first": first, "count": size}))
             if self.mode == "same":
                 curve = {"sha256": text.sha256, "seed": self.seed, "curve": CURVES}
@@ -275,18 +283,20 @@ class Perplexity:
         if windows:
             scored = [window["scored"] for window in windows]
             documents = [window["document"] for window in windows]
-            over = "documents" if len(set(documents)) >= MANY else "windows"
+            over = "documents" if len(set(documents)) >= MANY else "windows" if len(windows) > 1 else "none"
             mean, low, high = bootstrap(
                 [window["nll"] / window["scored"] for window in windows],
                 weights=None if self.mode == "yarn" else scored,
                 groups=documents if over == "documents" else None,
+                within=(0, LARGEST),
             )
-            tags = {"task": task, "mode": self.mode, "nll": mean, "windows": len(windows)}
+            tags = {"task": task, "mode": self.mode, "stride": self.stride, "nll": mean, "windows": len(windows)}
             tags |= {"documents": len(set(documents)), "skipped": skipped, "interval": over}
-            yield Score(NAME, "ppl", length, math.exp(mean), math.exp(low), math.exp(high), sum(scored), tags)
+            ppl = math.exp(min(mean, LARGEST))
+            yield Score(NAME, "ppl", length, ppl, math.exp(low), math.exp(high), sum(scored), tags)
         curves = [sample for sample in samples if "losses" in sample]
         for number, position in enumerate(curves[0]["positions"] if curves else []):
-            mean, low, high = bootstrap([curve["losses"][number] for curve in curves])
+            mean, low, high = bootstrap([curve["losses"][number] for curve in curves], within=(0, math.inf))
             tags = {"task": task, "by": "position", "windows": len(curves), "detail": True}
             yield Score(NAME, "loss", position, mean, low, high, len(curves), tags)
 
@@ -296,7 +306,7 @@ def rows_at_once(model: PreTrainedModel, length: int, asked: int | None) -> int:
     result cannot depend on a row's neighbours."""
     if model.device.type == "cpu":
         return 1
-    return asked or max(1, 2**16 // length)
+    return asked or min(64, max(1, BUSY // length))
 
 
 def _drawn(windows: list[Window], count: int, seed: tuple[int, int]) -> list[Window]:

@@ -1,0 +1,463 @@
+"""A laboratory study: which models are trained on what, what they then know, and which encoding carries furthest.
+
+A study is a grid of cells, and a cell is one model: a task, an encoding, a size, a scratchpad, a learning rate and a
+seed. It is judged by exact match, length by length, inside the range that it was trained on and beyond. A model that
+does not do its task inside that range says nothing about longer inputs: it counts as not learnt and has no rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from farspan.errors import FarspanError
+from farspan.lab.fleet import Fleet, Plan, Rows, tells
+from farspan.lab.scratchpad import parse_parts
+from farspan.lab.tasks import Example, Range, draw, find_task, splits
+from farspan.lab.words import Words
+from farspan.model.config import FarspanConfig
+from farspan.model.transformer import FarspanForCausalLM
+
+# The laboratory's names -> position of the network, and the share of each head that turns.
+ENCODINGS: dict[str, tuple[str, float]] = {
+    "none": ("none", 1.0),
+    "t5": ("t5", 1.0),
+    "alibi": ("alibi", 1.0),
+    "rotary": ("rope", 1.0),
+    "rotary-quarter": ("rope", 0.25),  # what paper B's code trained as rotary
+    "sinusoidal": ("sinusoidal", 1.0),  # what paper B calls APE
+    "learned": ("learned", 1.0),  # rows beyond the training length are untrained
+}
+LEARNT = 0.95  # exact match in range, from which on a model knows its task
+SIGHT = 256  # examples by which the length of a task's rows is judged
+NEAR = 1.5  # rows that are so many times longer train in another fleet, for all are padded to the longest
+FORMAT = 1  # of a cell's result
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A network, but for its encoding."""
+
+    layers: int = 6
+    width: int = 256
+    heads: int = 8
+    ff: int = 1024
+    mlp: str = "relu"
+    dropout: float = 0.0
+    base_scale: float = 0.0  # multiplies q·k; 0: 1/√(width of a head)
+    zero_outputs: bool = True  # what a layer adds to the stream starts at zero
+    rate: float = 1.0  # multiplies the study's learning rates
+
+
+@dataclass(frozen=True)
+class Study:
+    """A recipe of `farspan lab run`."""
+
+    tasks: tuple[str, ...]
+    encodings: tuple[str, ...] = ("none", "t5", "alibi", "rotary", "sinusoidal")
+    seeds: tuple[int, ...] = (0, 1, 2)  # of weights and of the order of examples; the examples are the same
+    lrs: tuple[float, ...] = (1e-3,)  # of several, the held-out examples choose one for a task and encoding
+    scratchpads: tuple[str, ...] = ("none",)
+    scales: tuple[float, ...] = ()  # λ̂ on all scores, to be tried on trained models beyond their range
+    train_examples: int = 100_000
+    test_examples: int = 2_000  # in range, and as many beyond
+    data_seed: int = 0
+    train_lengths: dict[str, str] = field(default_factory=dict)  # task -> as 2:20; paper B's unless given
+    test_lengths: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)  # task -> where it needs other than train.steps
+    fleet: int = 64  # models at once on a GPU, at most
+    processes: int = 1  # that share the work of a CPU
+    save: bool = False  # keep every model, as a folder that farspan loads
+    sizes: dict[str, Shape] = field(default_factory=lambda: {"small": Shape()})
+    train: Plan = field(default_factory=lambda: Plan(steps=4000))
+
+    def __post_init__(self):
+        for name in ("tasks", "encodings", "seeds", "lrs", "scratchpads", "sizes"):
+            if not getattr(self, name):
+                raise FarspanError(f"{name} is empty, and so is the study; name at least one")
+        for encoding in self.encodings:
+            if encoding not in ENCODINGS:
+                near = difflib.get_close_matches(encoding, ENCODINGS, 1)
+                hint = f"the nearest is {near[0]}" if near else f"choose one of {', '.join(ENCODINGS)}"
+                raise FarspanError(f"encoding {encoding!r} is unknown; {hint}")
+        for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
+            find_task(task)
+            parse_parts(scratchpad, task)
+        for task in {*self.train_lengths, *self.test_lengths, *self.steps}:
+            self.ranges(task)  # also of tasks that a change of the recipe left out: a misspelt one is found
+
+    def ranges(self, task: str) -> tuple[Range, Range]:
+        """The lengths that a task is trained and tested on."""
+        own = find_task(task)
+        named = (self.train_lengths.get(task), own.train), (self.test_lengths.get(task), own.test)
+        return tuple(parse_range(text) if text else usual for text, usual in named)  # type: ignore[return-value]
+
+
+def parse_range(text: str) -> Range:
+    """`2:20` -> (2, 20), both ends included; `7` -> (7, 7)."""
+    low, _, high = text.partition(":")
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high):
+        raise FarspanError(f"{text!r} is no range of lengths; write the shortest and the longest, as 2:20")
+    return int(low), int(high)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model of a study."""
+
+    task: str
+    encoding: str
+    size: str
+    scratchpad: str
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}.{self.encoding}.{self.size}.{self.scratchpad}.lr{self.lr:g}.s{self.seed}"
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Cells of one group are compared with each other."""
+        return self.task, self.size, self.scratchpad
+
+
+def cells_of(study: Study) -> list[Cell]:
+    """Every cell, those of one network together."""
+    return [
+        Cell(task, encoding, size, scratchpad, lr * study.sizes[size].rate, seed)
+        for size, encoding, task, scratchpad, lr, seed in itertools.product(
+            study.sizes, study.encodings, study.tasks, study.scratchpads, study.lrs, study.seeds
+        )
+    ]
+
+
+def plan_of(study: Study, cell: Cell) -> Plan:
+    return replace(study.train, steps=study.steps.get(cell.task, study.train.steps))
+
+
+def describe(study: Study, cell: Cell) -> dict[str, Any]:
+    """All that a cell's result depends on."""
+    train, test = study.ranges(cell.task)
+    return {
+        "format": FORMAT,
+        **asdict(cell),
+        "scratchpad": parse_parts(cell.scratchpad, cell.task),
+        "shape": asdict(study.sizes[cell.size]),
+        "plan": asdict(plan_of(study, cell)),
+        "train_lengths": train,
+        "test_lengths": test,
+        "examples": [study.train_examples, study.test_examples, study.data_seed],
+        "scales": study.scales,
+    }
+
+
+# Data.
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """A task's examples as rows, and the length of each in the task's own terms."""
+
+    train: Rows
+    held_out: Rows
+    beyond: Rows
+    held_out_lengths: np.ndarray
+    beyond_lengths: np.ndarray
+
+
+def material(study: Study, task: str, scratchpad: str, words: Words) -> Material:
+    train, test = study.ranges(task)
+    drawn = splits(
+        find_task(task),
+        study.train_examples,
+        study.test_examples,
+        study.data_seed,
+        train=train,
+        test=test,
+        scratchpad=scratchpad,
+    )
+    train_rows, held_out, beyond = (as_rows(part, words) for part in drawn)
+    lengths = [np.array([example.length for example in part]) for part in (drawn.held_out, drawn.beyond)]
+    return Material(train_rows, held_out, beyond, *lengths)
+
+
+def as_rows(examples: Sequence[Example], words: Words) -> Rows:
+    """<begin> input <answer> target <end>, padded."""
+    prompts, replies = [words.prompt(each) for each in examples], [words.reply(each) for each in examples]
+    start = torch.tensor([len(prompt) for prompt in prompts])
+    stop = start + torch.tensor([len(reply) for reply in replies])
+    ids = np.full((len(examples), int(stop.max())), words.pad, dtype=np.int16)
+    for row, prompt, reply in zip(ids, prompts, replies, strict=True):
+        row[: len(prompt) + len(reply)] = prompt + reply
+    return Rows(torch.from_numpy(ids), start, stop)
+
+
+def longest_rows(study: Study, task: str, scratchpad: str, words: Words) -> int:
+    """How many tokens a row of training has at most, by some examples of the longest length."""
+    own, (low, high) = find_task(task), study.ranges(task)[0]
+    longest = max((length for length in range(low, high + 1) if own.count(length)), default=high)
+    count = int(min(SIGHT, max(1, own.count(longest))))
+    some = draw(own, (longest, longest), count, study.data_seed, scratchpad=scratchpad)
+    return int(as_rows(some, words).stop.max())
+
+
+# Models.
+
+
+def config_of(shape: Shape, encoding: str, words: Words, train_length: int, reach: int) -> FarspanConfig:
+    """The network of an encoding. A learned table has rows up to `reach`; those beyond training stay as they began."""
+    position, fraction = ENCODINGS[encoding]
+    return FarspanConfig(
+        vocab_size=len(words),
+        hidden_size=shape.width,
+        intermediate_size=shape.ff,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=train_length,
+        position_table=reach,
+        position=position,
+        rotary_fraction=fraction,
+        base_scale=shape.base_scale or None,
+        mlp=shape.mlp,
+        dropout=shape.dropout,
+        # Tokens begin as large as sinusoidal positions, which are added to them, and logits begin about as large.
+        initializer_range=shape.width**-0.5,
+        embedding_scale=shape.width**0.5,
+        pad_token_id=words.pad,
+        bos_token_id=words.begin,
+        eos_token_id=words.end,
+    )
+
+
+def fleet_of(study: Study, cells: Sequence[Cell], found: Sequence[Material], words: Words, device: str) -> Fleet:
+    """The untrained models of cells that share a network. A model's weights begin by its seed alone."""
+    train = max(int(each.train.stop.max()) for each in found)
+    reach = max(int(rows.stop.max()) for each in found for rows in (each.held_out, each.beyond))
+    config = config_of(study.sizes[cells[0].size], cells[0].encoding, words, train, max(train, reach))
+    models = {}
+    for cell in cells:
+        if cell.seed not in models:
+            models[cell.seed] = _begun(config, cell.seed, study.sizes[cell.size].zero_outputs)
+    return Fleet([models[cell.seed] for cell in cells], device)
+
+
+def _begun(config: FarspanConfig, seed: int, zero_outputs: bool) -> FarspanForCausalLM:
+    torch.manual_seed(seed)
+    model = FarspanForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if zero_outputs and name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(parameter)
+    return model
+
+
+def fleets(study: Study, cells: Iterable[Cell], words: Words, most: int) -> list[list[Cell]]:
+    """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once."""
+    cells = list(cells)
+    widths = {pair: longest_rows(study, *pair, words) for pair in {(cell.task, cell.scratchpad) for cell in cells}}
+    alike = defaultdict(list)
+    for cell in cells:
+        alike[cell.size, cell.encoding, plan_of(study, cell)].append(cell)
+    found: list[list[Cell]] = []
+    for group in alike.values():
+        group.sort(key=lambda cell: widths[cell.task, cell.scratchpad])
+        narrow = 0
+        for cell in group:
+            width = widths[cell.task, cell.scratchpad]
+            if cell is group[0] or len(found[-1]) == most or width > NEAR * narrow:
+                found.append([])
+                narrow = width
+            found[-1].append(cell)
+    return found
+
+
+# Judging.
+
+
+def judge(fleet: Fleet, found: Sequence[Material], scales: Sequence[float]) -> list[dict[str, Any]]:
+    """Exact match of each model by length: [right, asked] for each length, in range and beyond."""
+    inside = tells(fleet, [material.held_out for material in found])
+    beyond = tells(fleet, [material.beyond for material in found])
+    results: list[dict[str, Any]] = []
+    for material, within, outside in zip(found, inside, beyond, strict=True):
+        results.append(
+            {
+                "chosen_by": float(within[::2].mean()),  # half of what was held out chooses, the other half is reported
+                "in_range": by_length(within[1::2], material.held_out_lengths[1::2]),
+                "beyond": by_length(outside, material.beyond_lengths),
+                "scaled": {},
+            }
+        )
+    for scale in scales:
+        with fleet.scaled(scale):
+            told = tells(fleet, [material.beyond for material in found])
+        for result, material, outside in zip(results, found, told, strict=True):
+            result["scaled"][f"{scale:g}"] = by_length(outside, material.beyond_lengths)
+    return results
+
+
+def by_length(right: np.ndarray, lengths: np.ndarray) -> dict[str, list[int]]:
+    return {
+        str(length): [int(right[lengths == length].sum()), int((lengths == length).sum())]
+        for length in np.unique(lengths).tolist()
+    }
+
+
+def share(counts: Mapping[str, Sequence[int]]) -> float:
+    """Of all examples of all lengths, how many were answered exactly."""
+    return sum(right for right, _ in counts.values()) / sum(asked for _, asked in counts.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A task and an encoding, at the learning rate that the held-out examples chose: one result a seed."""
+
+    task: str
+    size: str
+    scratchpad: str
+    encoding: str
+    lr: float
+    results: tuple[Mapping[str, Any], ...]
+
+    @cached_property
+    def learnt(self) -> list[Mapping[str, Any]]:
+        return [result for result in self.results if share(result["in_range"]) >= LEARNT]
+
+    @property
+    def in_range(self) -> float:
+        return float(np.mean([share(result["in_range"]) for result in self.results]))
+
+    @property
+    def beyond(self) -> list[float]:
+        """Exact match at unseen lengths, of each model that learnt its task."""
+        return [share(result["beyond"]) for result in self.learnt]
+
+    def scaled(self, scale: str) -> list[float]:
+        return [share(result["scaled"][scale]) for result in self.learnt]
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths, and exact match [seeds, lengths], inside the range and beyond, of every model."""
+        counts = [{**result["in_range"], **result["beyond"]} for result in self.results]
+        lengths = sorted(set.intersection(*(set(map(int, each)) for each in counts)))
+        return np.array(lengths), np.array([[each[str(n)][0] / each[str(n)][1] for n in lengths] for each in counts])
+
+
+def entries(results: Mapping[Cell, Mapping[str, Any]]) -> list[Entry]:
+    """The results of a study, each task and encoding at its best learning rate."""
+    tried: dict[tuple[str, str, str, str], dict[float, list[Mapping[str, Any]]]] = {}
+    for cell, result in results.items():
+        rates = tried.setdefault((cell.task, cell.size, cell.scratchpad, cell.encoding), {})
+        rates.setdefault(cell.lr, []).append(result)
+    return [
+        Entry(*key, lr, tuple(rates[lr]))
+        for key, rates in tried.items()
+        for lr in [max(rates, key=lambda lr: float(np.mean([result["chosen_by"] for result in rates[lr]])))]
+    ]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How well an encoding does among the others: its mean reciprocal rank over tasks."""
+
+    encoding: str
+    reciprocal: float  # 1: first in every task
+    tasks: int  # that it learnt and was ranked in
+
+
+def ranks(found: Sequence[Entry]) -> list[Rank]:
+    """Encodings by mean reciprocal rank of their exact match beyond the range, the best first.
+
+    In each task, those that learnt it are ranked. Those that are level share the mean of their places' reciprocals.
+    """
+    by_task: dict[tuple[str, str, str], dict[str, float]] = {}
+    for entry in found:
+        if entry.learnt:
+            scores = by_task.setdefault((entry.task, entry.size, entry.scratchpad), {})
+            scores[entry.encoding] = round(float(np.mean(entry.beyond)), 6)
+    gained: dict[str, list[float]] = {entry.encoding: [] for entry in found}
+    for scores in by_task.values():
+        for encoding, reciprocal in reciprocal_ranks(scores).items():
+            gained[encoding].append(reciprocal)
+    placed = [Rank(name, float(np.mean(each)), len(each)) for name, each in gained.items() if each]
+    return sorted(placed, key=lambda rank: -rank.reciprocal)
+
+
+def reciprocal_ranks(scores: Mapping[str, float]) -> dict[str, float]:
+    """{"a": 0.9, "b": 0.5, "c": 0.5} -> {"a": 1, "b": 5/12, "c": 5/12}."""
+    found = {}
+    for name, score in scores.items():
+        above = sum(other > score for other in scores.values())
+        level = sum(other == score for other in scores.values())
+        found[name] = float(np.mean([1 / place for place in range(above + 1, above + level + 1)]))
+    return found
+
+
+# Telling.
+
+
+def accuracy_table(found: Sequence[Entry]) -> str:
+    """Exact match beyond the range, tasks by encodings, as Markdown: the mean of the seeds that learnt it and half
+    their spread; in brackets how many learnt it, where not all did, or what they reached in range, where none did."""
+    encodings = list(dict.fromkeys(entry.encoding for entry in found))
+    rows = list(dict.fromkeys((entry.task, entry.size, entry.scratchpad) for entry in found))
+    several = [len({row[place] for row in rows}) > 1 for place in range(3)]
+    shown = [place for place in range(3) if place == 0 or several[place]]
+    head = [("task", "size", "scratchpad")[place] for place in shown] + encodings
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    at = {(entry.task, entry.size, entry.scratchpad, entry.encoding): entry for entry in found}
+    for row in rows:
+        cells = [_told(at.get((*row, encoding))) for encoding in encodings]
+        lines.append(f"| {' | '.join([*(row[place] for place in shown), *cells])} |")
+    return "\n".join(lines)
+
+
+def _told(entry: Entry | None) -> str:
+    if entry is None:
+        return ""
+    if not entry.learnt:
+        return f"not learnt ({entry.in_range:.2f})"
+    spread = f" ± {np.ptp(entry.beyond) / 2:.2f}" if len(entry.beyond) > 1 else ""
+    few = f" ({len(entry.learnt)} of {len(entry.results)})" if len(entry.learnt) < len(entry.results) else ""
+    return f"{np.mean(entry.beyond):.3f}{spread}{few}"
+
+
+def rank_table(found: Sequence[Entry]) -> str:
+    """Mean reciprocal ranks as Markdown, by size and scratchpad where there are several."""
+    parts: dict[tuple[str, str], list[Entry]] = {}
+    for entry in found:
+        parts.setdefault((entry.size, entry.scratchpad), []).append(entry)
+    encodings = list(dict.fromkeys(entry.encoding for entry in found))
+    lines = [f"| size | scratchpad | {' | '.join(encodings)} |", "|" + "---|" * (2 + len(encodings))]
+    for (size, scratchpad), some in parts.items():
+        told = {rank.encoding: f"{rank.reciprocal:.3f} ({rank.tasks})" for rank in ranks(some)}
+        lines.append(f"| {size} | {scratchpad} | {' | '.join(told.get(name, '') for name in encodings)} |")
+    return "\n".join(lines)
+
+
+def scale_table(found: Sequence[Entry]) -> str:
+    """Exact match beyond the range with every score times λ̂, the mean over all that learnt, as Markdown."""
+    encodings = list(dict.fromkeys(entry.encoding for entry in found))
+    scales = list(found[0].results[0]["scaled"])
+    lines = [f"| λ̂ | {' | '.join(encodings)} |", "|" + "---|" * (1 + len(encodings))]
+    for scale in ["1", *scales]:
+        cells = []
+        for encoding in encodings:
+            own = [entry for entry in found if entry.encoding == encoding]
+            told = [value for entry in own for value in (entry.beyond if scale == "1" else entry.scaled(scale))]
+            cells.append(f"{np.mean(told):.3f}" if told else "")
+        lines.append(f"| {scale} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def learnt_of(found: Sequence[Entry]) -> tuple[int, int]:
+    """How many models learnt their task, of how many."""
+    return sum(len(entry.learnt) for entry in found), sum(len(entry.results) for entry in found)

@@ -1,0 +1,490 @@
+"""`farspan eval`: a suite of evaluations on any model, cell by cell, by any number of processes; one table, one record.
+
+The results folder holds every finished cell under a name that tells all it depends on: model, patch, tokenizer, task,
+length, depth, seed. Whatever was measured before, by whichever process, is read and not measured again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from farspan.attention import seam
+from farspan.attention.patch import Patch
+from farspan.attention.patch import fingerprint as weights_of
+from farspan.cells import Cells, finish, key_of, sweep
+from farspan.data.passkey import Passkeys
+from farspan.data.tokens import fingerprint as tokens_of
+from farspan.errors import FarspanError
+from farspan.evals.commonsense import Commonsense
+from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
+from farspan.evals.longbench import LongBench
+from farspan.evals.needle import Needle
+from farspan.evals.passkey import UNKNOWN, Passkey, grid_lengths
+from farspan.evals.perplexity import MODES, STRIDE, Perplexity, Text, read_text
+from farspan.evals.scores import Cell, Eval, Sample, Score
+from farspan.files import write_text
+from farspan.loading import BASE, TWINS, first_line, load
+from farspan.memory import out_of_memory
+from farspan.model.fast import compiled_layers
+from farspan.model.loss import ending_logits
+from farspan.progress import Progress, silent
+from farspan.record import write_record
+from farspan.report import figures
+from farspan.train.sharding import processes
+from farspan.workflows.extending import in_exact_numbers
+from farspan.workflows.generating import longest
+from farspan.workflows.inspection import train_length as trained_on
+from farspan.workflows.pretraining import NO_PASSKEYS, PASSKEYS
+
+DEFAULT_TEXT = "python-docs/score"
+QUICK_WINDOWS = 32
+NEEDLES = 20  # samples of a task at a length
+COMPILES = 1e16  # tokens × parameters of work, from which on compiling pays on a GPU
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a suite covers: which lengths, which texts, how much of them."""
+
+    lengths: tuple[int, ...] = ()  # of perplexity and needles; empty: doublings from the training length
+    grid: tuple[int, ...] = ()  # of passkeys; as lengths where they were asked for, else to twice the extended length
+    contexts: tuple[int, ...] = ()  # of LongBench; the same, else the extended length
+    data: Mapping[str, str | Path] = field(default_factory=dict)
+    mode: str = MODES[0]
+    stride: int | None = None  # 256, or half the shortest length where that is less
+    budget: int | None = None
+    windows: int | None = None
+    beams: int | None = None
+    items: int | None = None
+    seed: int = 0
+    asked: bool = False  # were the lengths asked for, or derived?
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model to be measured, and what is known of it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    train_length: int | None
+    reach: int | None  # the length it was extended to, or trained on
+    limit: int | None  # rows of a learned position table
+    trained: str  # on passkey documents: "yes", "no" or "unknown"
+    identity: Mapping[str, str]  # all of it that a result depends on
+
+
+Build = Callable[[Subject, Scope], Eval]
+
+
+def _texts(subject: Subject, scope: Scope, names: Sequence[str]) -> tuple[Text, ...]:
+    texts = tuple(read_text(name, scope.data[name], subject.tokenizer) for name in names)
+    known = subject.model.get_input_embeddings().num_embeddings
+    if any(int(ids.max()) >= known for text in texts for ids in text.ids if len(ids)):
+        raise FarspanError(f"the tokenizer of {subject.name} knows more tokens than the model; use the model's own")
+    return texts
+
+
+def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Build:
+    def build(subject: Subject, scope: Scope) -> Eval:
+        texts = _texts(subject, scope, list(scope.data) if names is None else names)
+        room = min(text.longest for text in texts)
+        lengths = tuple(length for length in scope.lengths if scope.asked or length <= room) or scope.lengths[:1]
+        stride = scope.stride or min(STRIDE, min(lengths) // 2)
+        return Perplexity(texts, lengths, scope.mode, stride, scope.budget, scope.windows or windows, scope.seed)
+
+    return build
+
+
+def _passkey(depths: int, keys: int) -> Build:
+    def build(subject: Subject, scope: Scope) -> Eval:
+        grid = Passkey(scope.grid, depths, keys, scope.seed, subject.trained)
+        for cell in grid.cells()[:depths]:  # of the shortest length, which is refused now if it has no room
+            grid.documents(cell, subject.tokenizer)
+        return grid
+
+    return build
+
+
+def _needle(subject: Subject, scope: Scope) -> Eval:
+    haystack = scope.data.get("haystack", "")
+    return Needle(scope.lengths, haystack=haystack, samples=scope.items or NEEDLES, seed=scope.seed)
+
+
+def _longbench(beams: int) -> Build:
+    return lambda subject, scope: LongBench(scope.data["longbench"], scope.contexts, scope.beams or beams, scope.items)
+
+
+def _commonsense(subject: Subject, scope: Scope) -> Eval:
+    return Commonsense(scope.data.get("commonsense", ""), max(scope.contexts), limit=scope.items)
+
+
+@dataclass(frozen=True)
+class Suite:
+    builds: tuple[Build, ...]
+    grid: int = 16  # lengths of passkeys
+    texts: tuple[str, ...] | None = None  # names that --data may have; None: any, each a text for perplexity
+    needed: tuple[str, ...] = ()
+
+
+SUITES = {
+    "quick": Suite((_perplexity(None, QUICK_WINDOWS), _passkey(5, 2)), grid=4),
+    "paper": Suite(
+        (_perplexity(("pg19", "proofpile")), _passkey(10, 10), _longbench(5), _commonsense),
+        texts=("pg19", "proofpile", "longbench", "commonsense"),
+        needed=("pg19", "proofpile", "longbench"),
+    ),
+    "perplexity": Suite((_perplexity(None),)),
+    "passkey": Suite((_passkey(10, 10),), texts=()),
+    "needle": Suite((_needle,), texts=("haystack",)),
+    "longbench": Suite((_longbench(1),), texts=("longbench",), needed=("longbench",)),
+    "commonsense": Suite((_commonsense,), texts=("commonsense",)),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """What came of it."""
+
+    model: str
+    suite: str
+    scores: tuple[Score, ...]
+    folder: Path
+    base: str | None = None
+    base_scores: tuple[Score, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    notes: tuple[str, ...] = ()
+    train_length: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"model": self.model, "suite": self.suite, "scores": [asdict(s) for s in self.scores]}
+        if self.base is not None:
+            found["vs"] = {"model": self.base, "scores": [asdict(score) for score in self.base_scores]}
+        return found | {"gates": [asdict(verdict) for verdict in self.verdicts], "notes": list(self.notes)}
+
+
+def evaluate(
+    source: str | Path,
+    suite: str = "quick",
+    out: str | Path = "eval",
+    *,
+    lengths: Sequence[int] = (),
+    data: str | Path | Mapping[str, str | Path] | None = None,
+    vs: str | Path | None = None,
+    require: Sequence[str] = (),
+    mode: str = MODES[0],
+    stride: int | None = None,
+    budget: int | None = None,
+    windows: int | None = None,
+    beams: int | None = None,
+    items: int | None = None,
+    seed: int = 0,
+    position: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
+) -> Evaluated:
+    """Measure a model by a suite of SUITES; what is in the results folder `out` already is not measured again.
+
+    lengths: of everything that has a length; else what suits the model.
+    data: one text, or several by name; which names, the suite tells.
+    vs: a model to set beside it, measured on the same.
+    require: gates, as "ppl@512<=1.05x"; whether they hold, `verdicts` tells.
+    mode, stride, budget, windows: of perplexity (evals/perplexity.py). beams: of LongBench.
+    items: of each task of needle, LongBench and commonsense, so many.
+    position: how to read a llama checkpoint, the model's and the base's alike.
+
+    >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
+    """
+    chosen, gates, out, state = _suite(suite), [parse_gate(text) for text in require], Path(out), processes()
+    if mode not in MODES:
+        near = difflib.get_close_matches(mode, MODES, 1, 0)
+        raise FarspanError(f"perplexity mode {mode!r} is unknown; the nearest is {near[0]}")
+    scope = Scope(
+        lengths=tuple(sorted(set(lengths))),
+        data=_named(suite, chosen, data),
+        mode=mode,
+        stride=stride,
+        budget=budget,
+        windows=windows,
+        beams=beams,
+        items=items,
+        seed=seed,
+    )
+    if vs is None and any(gate.relative for gate in gates):
+        vs, position = _base_of(source, position)
+    _check_folder(out)
+    if vs is not None:
+        check_there(vs)
+
+    def subject(name: str | Path) -> Subject:
+        place = device or state.device
+        return _subject(name, position=position, device=place, trust_remote_code=trust_remote_code)
+
+    first = subject(source)
+    scope = _resolved(first, chosen, scope)
+    evaluations = [build(first, scope) for build in chosen.builds]
+    # Perplexity's text may not reach as far as the model does, and what it leaves away the base leaves away too.
+    scope = replace(scope, lengths=next((e.lengths for e in evaluations if isinstance(e, Perplexity)), scope.lengths))
+    check_gates(gates, [cell for evaluation in evaluations for cell in evaluation.cells()])
+    cells = Cells(out, say=say)
+    samples = {first.name: _measured(first, evaluations, cells, progress)}
+    identities = {first.name: first.identity}
+    found = Evaluated(
+        first.name,
+        suite,
+        _scored(evaluations, samples[first.name]),
+        out,
+        notes=_notes(first, scope, evaluations),
+        train_length=first.train_length,
+    )
+    if vs is not None:
+        tokens = first.identity["tokenizer"]
+        del first, evaluations  # a GPU need not hold two models
+        second = subject(vs)
+        others = [build(second, replace(scope, asked=True)) for build in chosen.builds]
+        samples[second.name] = _measured(second, others, cells, progress)
+        identities[second.name] = second.identity
+        notes = found.notes
+        if second.identity["tokenizer"] != tokens:
+            notes += ("the two have different tokenizers, so their perplexities count different things",)
+        base_scores = _scored(others, samples[second.name])
+        found = replace(found, base=second.name, base_scores=base_scores, notes=notes)
+    found = replace(found, verdicts=tuple(judge(gate, found.scores, found.base_scores) for gate in gates))
+    if state.is_main_process:
+        _write(found, samples, {"identities": identities, "require": list(require), **_settings(scope)})
+    state.wait_for_everyone()
+    return found
+
+
+def _suite(name: str) -> Suite:
+    if name not in SUITES:
+        near = difflib.get_close_matches(name, SUITES, 1, 0)
+        raise FarspanError(f"suite {name!r} is unknown; the nearest is {near[0]} (there are {', '.join(SUITES)})")
+    return SUITES[name]
+
+
+def _named(name: str, suite: Suite, data: str | Path | Mapping[str, str | Path] | None) -> dict[str, str | Path]:
+    """The texts by name, as this suite takes them."""
+    if data is None:
+        given: dict[str, str | Path] = {"python-docs": DEFAULT_TEXT} if suite.texts is None else {}
+    elif isinstance(data, str | Path):
+        only = Path(data).name.partition(".")[0] if suite.texts is None else suite.texts[0] if suite.texts else "text"
+        given = {only: data}
+    else:
+        given = dict(data)
+    for text in given:
+        if suite.texts is not None and text not in suite.texts:
+            takes = f"takes {', '.join(f'{name}=PATH' for name in suite.texts)}" if suite.texts else "takes no text"
+            raise FarspanError(f"--data {text}= is nothing that the suite {name} reads; it {takes}")
+    missing = [text for text in suite.needed if text not in given]
+    if missing:
+        ways = " ".join(f"--data {text}=PATH" for text in missing)
+        raise FarspanError(f"the suite {name} needs {' and '.join(missing)}; give {ways}")
+    return given
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and ((out / "cells").is_dir() or not any(out.iterdir()))):
+        raise FarspanError(f"{out} exists already and is no results folder; choose another name")
+
+
+def _subject(source: str | Path, **options: Any) -> Subject:
+    model, tokenizer = load(source, **options)
+    if tokenizer is None:
+        raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+    model = in_exact_numbers(model)
+    _check_head(model)
+    if model.device.type == "cuda" and model._can_set_attn_implementation() and not seam.installed(model):
+        with suppress(FarspanError):  # once for all passkeys; what the seam refuses is measured as it is
+            seam.install(model)
+    patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
+    length = patch.train_length if patch else trained_on(model.config.get_text_config())
+    return Subject(
+        str(source),
+        model,
+        tokenizer,
+        length,
+        patch.target if patch else length,
+        longest(model),
+        saw_passkeys(source),
+        identity(model, tokenizer, patch),
+    )
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel) -> None:
+    """Logits are made of a few positions alone; prove on some tokens that they are the model's own."""
+    ids = torch.arange(16, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    own = model(input_ids=ids, use_cache=False).logits[:, -4:].float()
+    difference = float((ending_logits(model, ids, 4).float() - own).abs().max())
+    if not difference <= 1e-2 * float(own.abs().max()):
+        raise FarspanError(
+            f"the logits that farspan takes from {type(model).__name__} differ from its own by {difference:.2g}; "
+            "this family cannot be evaluated"
+        )
+
+
+def identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) -> dict[str, str]:
+    """All of a model that a result depends on, hashed: weights, config, precision, scales and tokenizer."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for passing in ("_name_or_path", "transformers_version", "architectures", "dtype"):
+        config.pop(passing, None)
+    found = {"weights": weights_of(model), "config": key_of(config), "dtype": str(model.dtype).partition(".")[2]}
+    if patch is not None and patch.scales is not None:
+        scales = patch.scales
+        tables = [None if table is None else table.tolist() for table in (scales.base, scales.slope)]
+        found["scales"] = key_of({"at": [list(scales.layers), scales.basis, scales.length], "tables": tables})
+    return {**found, "tokenizer": tokens_of(tokenizer)}
+
+
+def _base_of(source: str | Path, position: str | None) -> tuple[str | Path, str | None]:
+    """The model that a patch folder is for, and how it is to be read."""
+    folder = Path(source)
+    if not (folder / "patch.json").exists():
+        raise FarspanError("a gate with x compares with another model; name it with --vs BASE")
+    patch = Patch.load(folder)
+    return folder / BASE if (folder / BASE).is_dir() else patch.name, position or patch.position
+
+
+def saw_passkeys(source: str | Path) -> str:
+    """Did a model see passkey documents in training, by its card: "yes", "no", or "unknown" where nothing tells."""
+    folder = Path(source)
+    if (folder / "patch.json").exists():
+        return saw_passkeys(_base_of(source, None)[0])
+    card = (TWINS / str(source) if not folder.exists() else folder) / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    if NO_PASSKEYS in text:
+        return "no"
+    return "yes" if PASSKEYS.partition(":")[0] in text else UNKNOWN
+
+
+def _resolved(subject: Subject, suite: Suite, scope: Scope) -> Scope:
+    """The scope with all lengths told: those asked for, or what suits the model."""
+    asked = bool(scope.lengths)
+    if not asked and subject.train_length is None:
+        raise FarspanError(f"the config of {subject.name} does not tell its training length; give --lengths")
+    lengths = grid = contexts = scope.lengths
+    if not asked:
+        length, reach = subject.train_length or 0, subject.reach or 0
+        last = max(2 * length, reach)
+        doubled = [length * 2**power for power in range(20) if length * 2**power < last]
+        lengths = _within(subject, (*doubled, last))
+        grid = _within(subject, grid_lengths(2 * reach, Passkeys(subject.tokenizer).shortest, suite.grid))
+        contexts = (reach,)
+    for beyond in (size for size in (*lengths, *grid) if subject.limit is not None and size > subject.limit):
+        raise FarspanError(
+            f"a length of {beyond} is beyond the position table of {subject.name}, which ends at {subject.limit}; "
+            f"ask for lengths up to {subject.limit}"
+        )
+    return replace(scope, lengths=lengths, grid=grid, contexts=contexts, asked=asked)
+
+
+def _within(subject: Subject, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(length for length in lengths if subject.limit is None or length <= subject.limit)
+
+
+def _notes(subject: Subject, scope: Scope, evaluations: Sequence[Eval]) -> tuple[str, ...]:
+    """What was left away although nobody asked for that."""
+    notes = []
+    if subject.limit is not None and not scope.asked:
+        notes.append(f"its position table ends at {subject.limit} tokens, and nothing longer was measured")
+    for evaluation in evaluations:
+        if isinstance(evaluation, Perplexity) and not scope.asked:
+            room = min(text.longest for text in evaluation.texts)
+            if room < max(2 * (subject.train_length or 0), subject.reach or 0) and subject.limit is None:
+                notes.append(
+                    f"the text has {room} tokens in one document, and perplexity stops there; give longer text"
+                )
+    return tuple(notes)
+
+
+def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progress: Progress) -> list[list[Sample]]:
+    """The samples of each evaluation. First what nobody is at, length by length; then what others have claimed."""
+    todo: list[dict[str, tuple[Eval, Cell]]] = []
+    for evaluation in evaluations:
+        listed = [(evaluation, cell) for cell in evaluation.cells()]
+        todo.append({key_of({"model": subject.identity, **asdict(cell)}): (evaluation, cell) for _, cell in listed})
+    everything = {key: item for some in todo for key, item in some.items()}
+    advance, seen = progress(subject.name, len(everything)), set()
+
+    def done(key: str) -> None:
+        if key not in seen:
+            seen.add(key)
+            cell = everything[key][1]
+            advance(1, f"{cell.eval} {cell.task if cell.task != cell.eval else ''} @{cell.length}")
+
+    def work(item: tuple[Eval, Cell]) -> dict[str, Any]:
+        return {"samples": _run(subject, *item)}
+
+    def describe(item: tuple[Eval, Cell]) -> dict[str, Any]:
+        return {"model": dict(subject.identity), "name": subject.name, **asdict(item[1])}
+
+    for group in _groups(everything):
+        missing = {key: item for key, item in group.items() if cells.get(key) is None}
+        with _quickly(subject.model, [cell for _, cell in missing.values()]):
+            sweep(cells, group, work, describe=describe, done=done)
+    found = finish(cells, everything, work, describe=describe, done=done)
+    return [[sample for key in some for sample in found[key]["samples"]] for some in todo]
+
+
+def _groups(todo: dict[str, tuple[Eval, Cell]]) -> Iterator[dict[str, tuple[Eval, Cell]]]:
+    """Cells of one evaluation, text and length, one after the other."""
+    for _, group in groupby(todo, lambda key: (todo[key][1].eval, todo[key][1].task, todo[key][1].length)):
+        yield {key: todo[key] for key in group}
+
+
+def _quickly(model: PreTrainedModel, cells: Sequence[Cell]) -> AbstractContextManager[None]:
+    """Compiled layers where many windows have one shape."""
+    tokens = sum(cell.length * cell.settings.get("count", 0) for cell in cells if cell.eval == "perplexity")
+    return compiled_layers(model) if tokens * model.num_parameters() >= COMPILES else nullcontext()
+
+
+def _run(subject: Subject, evaluation: Eval, cell: Cell) -> list[Sample]:
+    try:
+        return evaluation.run(cell, subject.model, subject.tokenizer)
+    except (IndexError, RuntimeError) as error:
+        why = "memory is short" if out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"
+        raise FarspanError(
+            f"{subject.name} cannot run {cell.eval} on {cell.length} tokens ({why}); ask for shorter lengths"
+        ) from error
+
+
+def _scored(evaluations: Sequence[Eval], samples: Sequence[list[Sample]]) -> tuple[Score, ...]:
+    pairs = zip(evaluations, samples, strict=True)
+    return tuple(score for evaluation, some in pairs for score in evaluation.score(some))
+
+
+def _settings(scope: Scope) -> dict[str, Any]:
+    told = {key: value for key, value in asdict(scope).items() if key != "asked"}
+    return told | {"data": {name: str(path) for name, path in scope.data.items()}}
+
+
+def _write(found: Evaluated, samples: Mapping[str, list[list[Sample]]], settings: Mapping[str, Any]) -> None:
+    """Samples as JSON Lines, figures, and the record; each replaces what an earlier command left under its name."""
+    lines: dict[str, list[str]] = {}
+    for model, groups in samples.items():
+        for sample in (sample for group in groups for sample in group):
+            line = json.dumps({"model": model, **sample}, ensure_ascii=False)
+            lines.setdefault(sample["eval"], []).append(line)
+    for name, some in lines.items():
+        write_text(found.folder / "samples" / f"{name}.jsonl", "\n".join(some) + "\n")
+    with tempfile.TemporaryDirectory(prefix=".", dir=found.folder) as staging:
+        for name, figure in figures.evaluation_figures(found).items():
+            figures.save(figure, Path(staging) / name)
+        for file in sorted(Path(staging).iterdir()):
+            os.replace(file, found.folder / file.name)
+    write_record(found.folder / "record.json", "eval", {"suite": found.suite, **settings}, found.to_json())

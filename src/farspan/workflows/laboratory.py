@@ -1,0 +1,508 @@
+"""`farspan lab`: a study of position encodings from its recipe to tables and figures; examples for other trainers; how
+alike the attention of several models is; and why a model without positions knows them.
+
+The models of a study are cells of its folder: any number of processes may work on one study, and a study that was
+stopped goes on. Models that share a network train together as a fleet on a GPU, and one after the other on a CPU.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from farspan.cells import WAIT, Cells, key_of
+from farspan.data.documents import read_documents
+from farspan.data.windows import cut_windows
+from farspan.errors import FarspanError
+from farspan.files import check_free, new_folder, write_bytes, write_text
+from farspan.lab.distance import RULES, Distance, ablation, distances, mass_by_distance
+from farspan.lab.fleet import train
+from farspan.lab.study import (
+    Cell,
+    Entry,
+    Material,
+    Rank,
+    Study,
+    accuracy_table,
+    as_rows,
+    cells_of,
+    config_of,
+    describe,
+    entries,
+    fleet_of,
+    fleets,
+    judge,
+    learnt_of,
+    longest_rows,
+    material,
+    parse_range,
+    plan_of,
+    rank_table,
+    ranks,
+    scale_table,
+    share,
+)
+from farspan.lab.tasks import draw, find_task
+from farspan.lab.theorems import Proof, Reading, linear, look_back, prove, read_positions
+from farspan.lab.words import Words
+from farspan.loading import load
+from farspan.memory import in_pieces
+from farspan.model import FarspanForCausalLM
+from farspan.progress import Progress, silent
+from farspan.recipe import load_recipe, to_toml
+from farspan.record import environment, write_record
+from farspan.report import figures
+from farspan.train.pretrain import flops_per_token
+from farspan.workflows.pretraining import matrix_rate
+
+SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "lab"
+GIB = 2**30
+Say = Callable[[str], None]
+
+
+def read_study(source: str, changes: Sequence[str] = ()) -> Study:
+    """A recipe by name or file, with `key=value` changes.
+
+    >>> read_study("lab-tiny", ["steps=100"]).train.steps
+    100
+    """
+    return load_recipe(Study, source, changes, shelf=SHELF)
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A study whose every cell is there."""
+
+    entries: list[Entry]
+    ranks: list[Rank]
+    learnt: tuple[int, int]  # models that learnt their task, of all
+    tables: dict[str, str]  # Markdown by title
+    folder: Path
+
+
+def run(
+    source: str,
+    changes: Sequence[str],
+    out: str | Path,
+    *,
+    device: str | None = None,
+    progress: Progress = silent,
+    say: Say = lambda text: None,
+) -> Finished:
+    """Train and judge what is missing of a study, wait for what other processes are at, and tell all of it.
+
+    >>> run("lab-tiny", [], "runs/lab-tiny").ranks[0].encoding
+    """
+    study, out = read_study(source, changes), Path(out)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    write_text(out / "recipe.toml", to_toml(study))
+    bench = _Bench(study, Words(), device, Cells(out, say=say), out, progress, say)
+    keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
+    missing = sum(bench.cells.get(key) is None for key in keys.values())
+    helpers = min(study.processes, missing) - 1 if torch.device(device).type == "cpu" else 0
+    with _helped(helpers, study, out):
+        bench.finish(keys)
+    results = {cell: bench.cells.get(key) or {} for cell, key in keys.items()}
+    return _told(study, results, out)
+
+
+@contextmanager
+def _helped(count: int, study: Study, out: Path) -> Iterator[None]:
+    """With so many more processes at the study's cells, each on one core: small models gain nothing from two."""
+    if count < 1:
+        yield
+        return
+    # Not by fork: torch's threads would not live on in the copy.
+    helpers = [get_context("spawn").Process(target=_help, args=(study, out), daemon=True) for _ in range(count)]
+    threads = torch.get_num_threads()
+    try:
+        for helper in helpers:
+            helper.start()
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        for helper in helpers:
+            helper.terminate()  # the study is finished, or stopped
+            helper.join()
+
+
+def _help(study: Study, out: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it too, and ends this one
+    torch.set_num_threads(1)
+    bench = _Bench(study, Words(), "cpu", Cells(out), out, silent, lambda text: None)
+    bench.finish({cell: key_of(describe(study, cell)) for cell in cells_of(study)})
+
+
+@dataclass(frozen=True, eq=False)
+class _Bench:
+    """Where fleets are trained and judged."""
+
+    study: Study
+    words: Words
+    device: str
+    cells: Cells
+    out: Path
+    progress: Progress
+    say: Say
+    drawn: dict[tuple[str, str], Material] = field(default_factory=dict)  # by task and scratchpad, so far
+
+    def material(self, cell: Cell) -> Material:
+        """The examples of a cell's task, drawn once."""
+        which = cell.task, cell.scratchpad
+        if which not in self.drawn:
+            self.drawn[which] = material(self.study, *which, self.words)
+        return self.drawn[which]
+
+    def finish(self, keys: dict[Cell, str]) -> None:
+        """Train what is missing and nobody else is at, and wait for the rest."""
+        waiting = {cell: key for cell, key in keys.items() if self.cells.get(key) is None}
+        on_gpu = torch.device(self.device).type == "cuda"
+        lineup = fleets(self.study, waiting, self.words, self.study.fleet if on_gpu else 1)
+        while waiting:
+            for fleet in lineup:
+                with self.cells.claimed([waiting[cell] for cell in fleet if cell in waiting]) as mine:
+                    self.work({keys[cell]: cell for cell in fleet if keys[cell] in mine})
+                self._hear(waiting)
+            if waiting:
+                time.sleep(WAIT)  # another process is at them
+
+    def _hear(self, waiting: dict[Cell, str]) -> None:
+        """Tell of the cells that were finished since, here or elsewhere, and wait for them no more."""
+        for cell, key in list(waiting.items()):
+            if (result := self.cells.get(key)) is not None:
+                del waiting[cell]
+                self.say(line_of(cell, result))
+
+    def work(self, todo: dict[str, Cell]) -> None:
+        """Train cells of one network, all at once or, where memory is short, in smaller fleets."""
+        keys = list(todo)
+        in_pieces(len(keys), len(keys), lambda start, stop: self._train({key: todo[key] for key in keys[start:stop]}))
+
+    def _train(self, todo: dict[str, Cell]) -> None:
+        begun, cells = time.perf_counter(), list(todo.values())
+        found = [self.material(cell) for cell in cells]
+        fleet = fleet_of(self.study, cells, found, self.words, self.device)
+        plan = plan_of(self.study, cells[0])
+        label = cells[0].name if len(cells) == 1 else f"{cells[0].encoding} ×{len(cells)}"
+        advance, seen = self.progress(label, plan.steps), 0
+
+        def listen(step: int, loss: float) -> None:
+            nonlocal seen
+            advance(step - seen, f"loss {loss:.3f}")
+            seen = step
+
+        losses = train(
+            fleet,
+            [each.train for each in found],
+            plan,
+            rates=[cell.lr for cell in cells],
+            seeds=[cell.seed for cell in cells],
+            listen=listen,
+        )
+        trained = time.perf_counter() - begun
+        results = judge(fleet, found, self.study.scales)
+        for index, (key, cell) in enumerate(todo.items()):
+            result = results[index] | {
+                "loss": [round(loss, 5) if math.isfinite(loss) else None for loss in losses[:, index].tolist()],
+                "parameters": fleet.weights.shape[1],
+                "fleet": len(fleet),
+                "seconds": round(trained / len(fleet), 2),  # of training, a model
+                "device": environment()["device"],
+            }
+            if self.study.save:
+                save(fleet.model(index), self.words, self.out / "models" / cell.name)
+            self.cells.put(key, describe(self.study, cell), result)
+
+
+def line_of(cell: Cell, result: dict[str, Any]) -> str:
+    """One model in one line."""
+    told = f"in range {share(result['in_range']):.3f}  beyond {share(result['beyond']):.3f}"
+    return f"{cell.name:48} {told}  {result['seconds']:.1f} s"
+
+
+def save(model: FarspanForCausalLM, words: Words, folder: Path) -> None:
+    """A laboratory model as a folder that farspan and transformers load, its words as a tokenizer."""
+    if folder.exists():  # of a run that was stopped before it could say so; the same seed made the same model
+        return
+    with new_folder(folder) as staging:
+        model.save_pretrained(staging)
+        as_tokenizer(words).save_pretrained(staging)
+
+
+def as_tokenizer(words: Words) -> PreTrainedTokenizerFast:
+    """One id a word. A word that no task has becomes padding."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    ids = {word: index for index, word in enumerate(words.table)}
+    pad, begin, _, end = (words.table[index] for index in (words.pad, words.begin, words.answer, words.end))
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=pad))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, unk_token=pad, bos_token=begin, eos_token=end
+    )
+
+
+def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finished:
+    """Tables, figure and record of a finished study."""
+    found = entries(results)
+    tables = {"Exact match at unseen lengths": accuracy_table(found), "Mean reciprocal rank (tasks)": rank_table(found)}
+    if study.scales:
+        tables["Exact match at unseen lengths, scores times λ̂"] = scale_table(found)
+    learnt, placed = learnt_of(found), ranks(found)
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items())
+    write_text(out / "tables.md", f"{learnt[0]} of {learnt[1]} models learnt their task.\n\n{text}\n")
+    write_figure(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
+    write_record(
+        out / "record.json",
+        "lab run",
+        {"study": asdict(study)},
+        {
+            "learnt": learnt[0],
+            "models": learnt[1],
+            "ranks": [asdict(rank) for rank in placed],
+            "cells": [{**asdict(cell), **result} for cell, result in results.items()],
+        },
+    )
+    return Finished(found, placed, learnt, tables, out)
+
+
+def _panels(study: Study, found: Sequence[Entry]) -> list[figures.Panel]:
+    """What the figure shows: for each task, size and scratchpad every encoding's curves."""
+    panels: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for entry in found:
+        panels.setdefault((entry.task, entry.size, entry.scratchpad), {})[entry.encoding] = entry.curve()
+    shown = []
+    for (task, size, scratchpad), curves in panels.items():
+        more = [size] * (len(study.sizes) > 1) + [scratchpad] * (len(study.scratchpads) > 1)
+        title = ", ".join([task, *more])
+        shown.append(figures.Panel(title, study.ranges(task)[0][1], find_task(task).counts, curves))
+    return shown
+
+
+def write_figure(figure: Any, stem: Path) -> None:
+    """A figure as PNG and SVG, each whole or not at all: other processes may be writing it too."""
+    for kind in ("png", "svg"):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=150)
+        write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
+
+
+# What a study would take.
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One network of a study, before anything is trained."""
+
+    encoding: str
+    size: str
+    models: int
+    fleets: int
+    parameters: int  # of a model
+    tokens: int  # of all models, padding too
+    weights_gib: float  # of the largest fleet: weights, gradients and the optimizer's state
+    seconds: float  # if nothing but matrix products took time
+
+
+def estimate(study: Study, device: str | None = None) -> list[Estimate]:
+    """What a study's networks ask for."""
+    words, on_gpu = Words(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
+    rate, lineup = matrix_rate(on_gpu), fleets(study, cells_of(study), words, study.fleet if on_gpu else 1)
+    found: dict[tuple[str, str], list[list[Cell]]] = {}
+    for fleet in lineup:
+        found.setdefault((fleet[0].encoding, fleet[0].size), []).append(fleet)
+    return [_estimate(study, words, own, rate) for own in found.values()]
+
+
+def _estimate(study: Study, words: Words, lineup: list[list[Cell]], rate: float) -> Estimate:
+    first = lineup[0][0]
+    tokens, flops = 0, 0.0
+    for fleet in lineup:
+        longest = max(longest_rows(study, cell.task, cell.scratchpad, words) for cell in fleet)
+        config = config_of(study.sizes[first.size], first.encoding, words, longest, longest)
+        plan = plan_of(study, fleet[0])
+        seen = round(plan.steps * plan.batch * longest * (1 + 1 / plan.buckets) / 2) * len(fleet)
+        tokens += seen
+        flops += seen * flops_per_token(config, longest)
+    with torch.device("meta"):
+        parameters = FarspanForCausalLM(config).num_parameters()
+    return Estimate(
+        first.encoding,
+        first.size,
+        sum(map(len, lineup)),
+        len(lineup),
+        parameters,
+        tokens,
+        max(map(len, lineup)) * parameters * 20 / GIB,  # weights, two gradients, two moments
+        flops / rate,
+    )
+
+
+def dump(task: str, n: int, lengths: str, seed: int, scratchpad: str | None = None) -> Iterator[str]:
+    """Examples of a task as JSON Lines: input, target, length.
+
+    >>> next(dump("copy", 1, "2:2", 0))
+    """
+    own = find_task(task)
+    for example in draw(own, parse_range(lengths) if lengths else own.train, n, seed, scratchpad=scratchpad):
+        yield json.dumps(asdict(example), ensure_ascii=False)
+
+
+# How alike models attend.
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Several models that read the same tokens."""
+
+    models: list[str]
+    tokens: int
+    pairs: dict[tuple[int, int], Distance]
+    mass: list[np.ndarray]  # of each model, [layers, heads, distances]
+    ablations: list[np.ndarray]  # of each model, [layers, heads] nats a token
+
+
+def compare(
+    sources: Sequence[str],
+    data: str = "python-docs",
+    out: Path | None = None,
+    *,
+    task: str | None = None,
+    lengths: str = "",
+    length: int = 512,
+    windows: int = 4,
+    rule: str = "jsd",
+    device: str | None = None,
+    progress: Progress = silent,
+) -> Compared:
+    """Attention distance between every two models, attention mass by distance, and what each head is worth: on text, or
+    on examples of a task for models of the laboratory."""
+    if rule not in RULES:
+        raise FarspanError(f"rule {rule!r} is unknown; choose {' or '.join(RULES)}")
+    if out is not None:
+        check_free(out)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = [load(source, device=device) for source in sources]
+    models = [each.model for each in loaded]
+    if task is not None:
+        batches = _examples(task, lengths, windows)
+    else:
+        batches = list(cut_windows(read_documents(data), _one_tokenizer(loaded, sources), length, windows).ids.split(1))
+    advance = progress("compare", 2 * len(models) + 1)
+    pairs = distances(models, batches, rule=rule) if len(models) > 1 else {}
+    advance()
+    mass, ablations = [], []
+    for model in models:
+        mass.append(mass_by_distance(model, batches))
+        advance()
+        ablations.append(ablation(model, batches))
+        advance()
+    tokens = sum(ids.numel() for ids in batches)
+    found = Compared([Path(source).name for source in sources], tokens, pairs, mass, ablations)
+    if out is not None:
+        _write_comparison(found, out, {"models": list(sources), "data": task or data, "length": length, "rule": rule})
+    return found
+
+
+def _one_tokenizer(loaded: Sequence[Any], sources: Sequence[str]) -> Any:
+    """The tokenizer that all the models share: what is compared is attention on the same tokens."""
+    for each, source in zip(loaded, sources, strict=True):
+        if each.tokenizer is None:
+            raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+        if each.tokenizer.get_vocab() != loaded[0].tokenizer.get_vocab():
+            raise FarspanError(
+                f"{source} and {sources[0]} have different vocabularies, so no text is the same tokens to both; "
+                "compare models of one tokenizer"
+            )
+    return loaded[0].tokenizer
+
+
+def _examples(task: str, lengths: str, count: int) -> list[Tensor]:
+    """Rows of a task in batches of equal length."""
+    own = find_task(task)
+    rows = as_rows(draw(own, parse_range(lengths) if lengths else own.train, count, 0), Words())
+    return [rows.ids[rows.stop == stop, :stop].long() for stop in rows.stop.unique().tolist()]
+
+
+def _write_comparison(found: Compared, out: Path, settings: dict[str, Any]) -> None:
+    with new_folder(out) as staging:
+        if found.pairs:
+            figures.save(figures.attention_distance(found), staging / "distance")
+        figures.save(figures.what_heads_do(found), staging / "heads")
+        pairs = [
+            {
+                "models": [found.models[one], found.models[other]],
+                "nearest": distance.nearest.round(5).tolist(),
+                "matched": distance.matched.round(5).tolist(),
+                "pairs": distance.pairs.round(5).tolist(),
+            }
+            for (one, other), distance in found.pairs.items()
+        ]
+        heads = [
+            {"model": name, "mass_by_distance": mass.round(6).tolist(), "loss_without_head": worth.round(6).tolist()}
+            for name, mass, worth in zip(found.models, found.mass, found.ablations, strict=True)
+        ]
+        results = {"tokens": found.tokens, "distances": pairs, "heads": heads}
+        write_record(staging / "record.json", "lab distance", settings, results)
+
+
+# Why a model without positions knows them.
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Paper B's theorems, proven on weights that were written down, and what trained models know of positions."""
+
+    proofs: list[Proof]
+    readings: dict[str, list[Reading]]  # of each model, after each layer
+
+
+def theorems(
+    sources: Sequence[str] = (),
+    data: str = "python-docs",
+    out: Path | None = None,
+    *,
+    length: int = 512,
+    windows: int = 8,
+    device: str | None = None,
+) -> Positions:
+    """Write down the weights of both theorems for texts of so many tokens and check them; then read the positions of
+    tokens from the hidden states of models."""
+    if out is not None:
+        check_free(out)
+    proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
+    readings = {}
+    for source in sources:
+        model, tokenizer = load(source, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if tokenizer is None:
+            raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+        ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
+        readings[Path(source).name] = read_positions(model, ids)
+    if out is not None:
+        with new_folder(out) as staging:
+            figures.save(figures.draw_theorem(proofs), staging / "theorems")
+            errors = {
+                proof.rule: {"position_error": proof.position_error, "score_error": proof.score_error}
+                for proof in proofs
+            }
+            told = {name: [asdict(each) for each in found] for name, found in readings.items()}
+            settings = {"length": length, "models": list(sources), "data": data, "windows": windows}
+            write_record(staging / "record.json", "lab theorems", settings, {"theorems": errors, "readings": told})
+    return Positions(proofs, readings)

@@ -1,0 +1,398 @@
+"""`farspan eval` measures each cell once, says what it counted, and comes to the same numbers however it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+import farspan
+from farspan import cli
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.scales import Scales
+from farspan.data.documents import read_documents
+from farspan.data.tokens import train_tokenizer
+from farspan.errors import FarspanError
+from farspan.evals.gates import judge, parse_gate
+from farspan.evals.passkey import Passkey
+from farspan.evals.perplexity import Perplexity
+from farspan.evals.scores import Score, beside
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.workflows import evaluating
+from farspan.workflows.evaluating import (
+    SUITES,
+    Evaluated,
+    Scope,
+    evaluate,
+    identity,
+    saw_passkeys,
+)
+from farspan.workflows.pretraining import NO_PASSKEYS
+
+LENGTH = 256
+SHAPE = dict(vocab_size=800, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+QUICK = {"stride": 64, "windows": 6}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """Small random models with a tokenizer that was trained on what they read, a patch for one, and a text."""
+    folder = tmp_path_factory.mktemp("tiny")
+    text = next(iter(read_documents("python-docs/score"))).text
+    tokenizer = train_tokenizer([text[:40_000]], 800)
+    torch.manual_seed(0)
+    for position in ("none", "learned"):
+        model = FarspanForCausalLM(FarspanConfig(**SHAPE, max_position_embeddings=LENGTH, position=position))
+        model.save_pretrained(folder / position)
+        tokenizer.save_pretrained(folder / position)
+    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=800, hidden_size=32, n_layer=1, n_head=2))
+    bloom.save_pretrained(folder / "bloom")
+    tokenizer.save_pretrained(folder / "bloom")
+    base = farspan.load(folder / "none").model
+    scales = Scales.uniform(1.3, range(2), 2)
+    Patch("test", fingerprint(base), 512, LENGTH, scales, name=str(folder / "none")).save(folder / "patch")
+    for number in range(9):
+        (folder / "text").mkdir(exist_ok=True)
+        (folder / "text" / f"{number}.txt").write_text(text[number * 3000 : (number + 1) * 3000 + 500 * number])
+    (folder / "text" / "short.txt").write_text("Too short to be read.")
+    return folder
+
+
+def measure(tiny: Path, out: Path, model: str = "none", **options) -> Evaluated:
+    given = {"data": str(tiny / "text"), "lengths": (256, 384), **QUICK, **options}
+    return evaluate(tiny / model, "quick", out, **given)
+
+
+def numbers(found: Evaluated) -> list[tuple]:
+    return [
+        (s.eval, s.metric, s.length, s.value, s.low, s.high, s.n, tuple(sorted(s.tags.items()))) for s in found.scores
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request, monkeypatch):
+    """Figures take longer than all else; what is drawn is looked at once."""
+    if "whole" not in request.fixturenames or "tmp_path" in request.fixturenames:
+        monkeypatch.setattr(evaluating.figures, "evaluation_figures", lambda found: {})
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory) -> Evaluated:
+    return measure(tiny, tmp_path_factory.mktemp("whole") / "results")
+
+
+@pytest.fixture
+def counted(monkeypatch) -> Counter:
+    """How often each evaluation computes a cell."""
+    times: Counter = Counter()
+    for kind in (Perplexity, Passkey):
+
+        def run(self, cell, model, tokenizer, own=kind.run, name=kind.__name__):
+            times[name] += 1
+            return own(self, cell, model, tokenizer)
+
+        monkeypatch.setattr(kind, "run", run)
+    return times
+
+
+def test_quick_measures_perplexity_and_passkeys_and_writes_what_it_counted(whole):
+    shown = [(score.metric, score.length) for score in whole.scores if not score.tags.get("detail")]
+    assert shown == [("ppl", 256), ("ppl", 384), ("passkey", 256), ("passkey", 384), ("passkey_mean", 384)]
+    ppl = whole.scores[0]
+    assert ppl.tags["task"] == "text"
+    assert ppl.tags["skipped"] >= 1
+    assert ppl.tags["windows"] == 6
+    assert ppl.low < ppl.value < ppl.high
+    record = json.loads((whole.folder / "record.json").read_text())
+    assert record["command"] == "eval"
+    assert set(record["scores"][0]) == {"eval", "metric", "length", "value", "low", "high", "n", "tags"}
+    assert [score["value"] for score in record["scores"]] == [score.value for score in whole.scores]
+    lines = [json.loads(line) for line in (whole.folder / "samples" / "passkey.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 5 * 2
+    assert {line["length"] for line in lines} == {256, 384}
+    windows = [json.loads(line) for line in (whole.folder / "samples" / "perplexity.jsonl").read_text().splitlines()]
+    assert sum(line["scored"] for line in windows if line["length"] == 256 and "losses" not in line) == ppl.n
+    for name in ("perplexity.png", "perplexity.svg", "passkey.png", "passkey.svg"):
+        assert (whole.folder / name).stat().st_size > 1000
+    assert not list((whole.folder / "claims").iterdir())
+
+
+def test_what_was_measured_is_not_measured_again(tiny, whole, counted):
+    assert numbers(measure(tiny, whole.folder)) == numbers(whole)
+    assert not counted
+    more = measure(tiny, whole.folder, lengths=(256, 384), seed=1)
+    assert counted["Passkey"] == 10, "another seed is another cell"
+    assert numbers(more) != numbers(whole)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tiny, whole, tmp_path, monkeypatch):
+    times = 0
+    for kind in (Perplexity, Passkey):
+
+        def run(self, cell, model, tokenizer, own=kind.run):
+            nonlocal times
+            times += 1
+            if times in (2, 5):
+                raise KeyboardInterrupt
+            return own(self, cell, model, tokenizer)
+
+        monkeypatch.setattr(kind, "run", run)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            measure(tiny, tmp_path / "results")
+        assert not (tmp_path / "results" / "record.json").exists()
+    assert numbers(measure(tiny, tmp_path / "results")) == numbers(whole)
+    assert times == 2 + sum(1 for _ in (tmp_path / "results" / "cells").glob("*.json"))
+
+
+def test_a_broken_cell_is_set_aside_said_and_measured_again(tiny, whole, tmp_path, counted):
+    measure(tiny, tmp_path / "results")
+    before, said = counted.total(), []
+    victim = sorted((tmp_path / "results" / "cells").glob("*.json"))[0]
+    victim.write_text(victim.read_text()[:100])
+    assert numbers(measure(tiny, tmp_path / "results", say=said.append)) == numbers(whole)
+    assert counted.total() == before + 1
+    assert len(said) == 1
+    assert "set aside" in said[0]
+
+
+def test_two_processes_share_the_cells_and_come_to_the_same_numbers(tiny, whole, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "farspan"]
+    words = ["eval", str(tiny / "none"), "--data", str(tiny / "text"), "--lengths", "256,384", "--stride", "64"]
+    words += ["--sample-windows", "6", "-o", str(tmp_path / "results")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("passkey_mean") == 1, "one of them speaks"
+    record = json.loads((tmp_path / "results" / "record.json").read_text())
+    assert [score["value"] for score in record["scores"]] == [score.value for score in whole.scores]
+    assert [score["low"] for score in record["scores"]] == [score.low for score in whole.scores]
+
+
+def test_a_base_is_measured_on_the_same_and_set_beside(tiny, whole, tmp_path):
+    found = measure(tiny, tmp_path / "results", "patch", vs=tiny / "none")
+    assert found.base == str(tiny / "none")
+    assert [score.value for score in found.base_scores] == [score.value for score in whole.scores]
+    ppl = found.scores[0]
+    other = beside(ppl, found.base_scores)
+    assert (other.metric, other.length, other.n) == ("ppl", 256, ppl.n)
+    assert other.value != ppl.value, "the patch does something"
+    record = json.loads((tmp_path / "results" / "record.json").read_text())
+    assert record["vs"]["model"] == found.base
+    assert len(record["vs"]["scores"]) == len(record["scores"])
+
+
+@pytest.mark.parametrize("model", ["bloom", "learned"])
+def test_any_family_is_measured(tiny, tmp_path, model):
+    found = measure(tiny, tmp_path / "results", model, lengths=(200,))
+    assert {score.metric for score in found.scores} >= {"ppl", "passkey"}
+
+
+def test_lengths_suit_the_model_where_none_are_asked_for(tiny):
+    plain = evaluating._subject(tiny / "none")
+    scope = evaluating._resolved(plain, SUITES["quick"], Scope())
+    assert scope.lengths == (256, 512)
+    assert scope.grid[-1] == 512
+    assert len(scope.grid) == 4
+    patched = replace(plain, reach=1000)
+    scope = evaluating._resolved(patched, SUITES["paper"], Scope())
+    assert scope.lengths == (256, 512, 1000)
+    assert (len(scope.grid), scope.grid[-1], scope.contexts) == (16, 2000, (1000,))
+    ends = evaluating._resolved(replace(plain, limit=300), SUITES["quick"], Scope())
+    assert max(ends.lengths + ends.grid) <= 300
+
+
+# What a result depends on.
+
+
+def test_a_model_is_known_by_what_it_computes(tiny, tmp_path):
+    model, tokenizer = farspan.load(tiny / "none")
+    own = identity(model, tokenizer, None)
+    model.save_pretrained(tmp_path / "moved")
+    tokenizer.save_pretrained(tmp_path / "moved")
+    assert identity(*farspan.load(tmp_path / "moved"), None) == own
+    assert identity(model.half(), tokenizer, None) != own
+    patch = Patch.load(tiny / "patch")
+    patched, _ = farspan.load(tiny / "patch")
+    names = [identity(patched, tokenizer, patch)]
+    stronger = replace(patch, scales=Scales.uniform(1.31, range(2), 2))
+    names.append(identity(patched, tokenizer, stronger))
+    names.append(identity(farspan.load(tiny / "learned").model, tokenizer, None))
+    assert len({str(name) for name in (own, *names)}) == 4
+
+
+def test_whether_passkeys_were_trained_on_is_read_from_the_card(tiny, tmp_path):
+    assert saw_passkeys("nope-twin") == saw_passkeys("rope-twin") == "yes"
+    assert saw_passkeys(tiny / "none") == "unknown"
+    assert saw_passkeys("owner/name") == "unknown"
+    (tmp_path / "README.md").write_text(f"# A model\n\n{NO_PASSKEYS}\n")
+    assert saw_passkeys(tmp_path) == "no"
+    base = farspan.load(tiny / "none").model
+    Patch("test", fingerprint(base), 512, LENGTH, name="nope-twin").save(tmp_path / "patch")
+    assert saw_passkeys(tmp_path / "patch") == "yes", "of a patch, its base's card tells"
+
+
+# Gates.
+
+
+def score(metric: str, length: int, value: float, **tags) -> Score:
+    return Score("perplexity", metric, length, value, value, value, 1, {"task": "text", **tags})
+
+
+@pytest.mark.parametrize(
+    ("gate", "holds"),
+    [
+        ("ppl@512<=20", True),
+        ("ppl@512<20", False),
+        ("ppl@512 >= 20", True),
+        ("ppl@512>19.9", True),
+        ("ppl@512<=1.05x", True),
+        ("ppl@512<=0.9x", False),
+        ("ppl@1k<=1.05x", False),
+        ("ppl<=30", True),
+        ("ppl<=25", False),
+        ("text:ppl@512<=20", True),
+        ("perplexity:ppl@512<=20", True),
+        ("ppl@512<=2e1", True),
+    ],
+)
+def test_gates(gate, holds):
+    mine = (score("ppl", 512, 20.0), score("ppl", 1024, 30.0), score("ppl", 512, 99.0, detail=True))
+    base = (score("ppl", 512, 20.0), score("ppl", 1024, 20.0))
+    verdict = judge(parse_gate(gate), mine, base)
+    assert verdict.holds == holds
+    assert ("not " in verdict.told) == (not holds)
+
+
+@pytest.mark.parametrize(
+    ("gate", "sentence"),
+    [
+        ("ppl@512", "'ppl@512' is no gate; write it as ppl@512<=1.05x"),
+        ("ppl@512<=1.05y", "is no gate"),
+        ("ppl@512=<20", "is no gate"),
+        ("pppl@512<=20", "names 'pppl', which is no metric; the nearest is ppl"),
+        ("ppl@five<=20", "'five' in 'five' is no length"),
+    ],
+)
+def test_a_gate_that_means_nothing_is_a_sentence(gate, sentence):
+    with pytest.raises(FarspanError, match=sentence):
+        parse_gate(gate)
+
+
+def test_a_gate_on_what_is_not_measured_is_told(tiny, tmp_path, counted):
+    with pytest.raises(FarspanError, match="asks for 777 tokens, and measured are 256, 384"):
+        measure(tiny, tmp_path / "results", require=["ppl@777<=20"])
+    assert not counted, "before anything is measured"
+    with pytest.raises(FarspanError, match="names no score of this suite; there are ppl@512"):
+        judge(parse_gate("recall@512>=0.5"), [score("ppl", 512, 20.0)])
+    with pytest.raises(FarspanError, match="has nothing to compare ppl@512 with"):
+        judge(parse_gate("ppl@512<=1x"), [score("ppl", 512, 20.0)], [score("ppl", 256, 20.0)])
+    with pytest.raises(FarspanError, match="a gate with x compares with another model; name it with --vs BASE"):
+        measure(tiny, tmp_path / "results", require=["ppl@256<=1.05x"])
+
+
+def run_command(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["farspan", "eval", *words])
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err
+    return stop.value.code or 0, told.out, told.err
+
+
+def test_a_patch_is_held_to_its_base_and_a_missed_gate_exits_3(tiny, tmp_path, monkeypatch, capsys):
+    words = [str(tiny / "patch"), "--data", str(tiny / "text"), "--lengths", "256", "--stride", "64"]
+    words += ["--sample-windows", "4", "-o", str(tmp_path / "results")]
+    code, out, err = run_command(monkeypatch, capsys, *words, "--require", "ppl@256<=1.5x")
+    assert (code, err.strip()) == (0, "")
+    assert "holds" in out
+    assert str(tiny / "none") in out, "whose base is known"
+    code, out, err = run_command(monkeypatch, capsys, *words, "--require", "ppl@256<=0.5x")
+    assert code == 3
+    assert "missed" in out
+    assert "a gate was missed: text ppl@256 is" in err
+    code, out, _ = run_command(monkeypatch, capsys, *words, "--json")
+    assert code == 0
+    assert {"model", "scores", "gates", "notes"} <= set(json.loads(out))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--suite", "quik"], "suite 'quik' is unknown; the nearest is quick"),
+        (["--suite", "paper"], "the suite paper needs pg19 and proofpile and longbench; give --data pg19=PATH"),
+        (
+            ["--suite", "passkey", "--data", "x=y"],
+            "--data x= is nothing that the suite passkey reads; it takes no text",
+        ),
+        (["--suite", "needle", "--data", "hay=y"], "is nothing that the suite needle reads; it takes haystack=PATH"),
+        (["--mode", "jarn"], "perplexity mode 'jarn' is unknown; the nearest is yarn"),
+        (["--lengths", "64", "--stride", "64"], "windows of 64 tokens cannot move by 64"),
+        (["--lengths", "100k"], "none of the 1 documents of python-docs has 102400 tokens"),
+        (["--data", "nowhere.txt"], "'nowhere.txt' is no file, folder or data set"),
+        (["--require", "nonsense"], "'nonsense' is no gate"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tiny, tmp_path, monkeypatch, capsys, words, sentence):
+    code, out, err = run_command(monkeypatch, capsys, str(tiny / "none"), "-o", str(tmp_path / "results"), *words)
+    assert code == 2
+    assert out == ""
+    assert sentence in err
+
+
+def test_what_a_model_lacks_is_a_sentence(tiny, tmp_path, monkeypatch, capsys):
+    FarspanForCausalLM(FarspanConfig(**SHAPE)).save_pretrained(tmp_path / "mute")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("mine")
+    cases = (
+        (tmp_path / "mute", "results", [], "has no tokenizer, and text must become tokens"),
+        (tiny / "learned", "results", ["--lengths", "300"], "a length of 300 is beyond the position table of"),
+        (tiny / "none", "file", [], "exists already and is no results folder"),
+        (tiny / "none", "full", [], "exists already and is no results folder"),
+    )
+    for model, out, words, sentence in cases:
+        code, _, err = run_command(monkeypatch, capsys, str(model), "-o", str(tmp_path / out), *words)
+        assert code == 2
+        assert sentence in err
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_family_whose_logits_are_not_its_own_is_refused(tiny, monkeypatch):
+    other = lambda model, ids, count: model(input_ids=ids).logits[:, -count:] + 1  # noqa: E731
+    monkeypatch.setattr(evaluating, "ending_logits", other)
+    with pytest.raises(FarspanError, match="differ from its own by .*; this family cannot be evaluated"):
+        evaluating._subject(tiny / "none")
+
+
+def test_a_text_that_ends_before_the_model_does_is_said(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text((tiny / "text" / "0.txt").read_text()[:1200])
+    tokens = len(farspan.load(tiny / "none").tokenizer((tmp_path / "text.txt").read_text())["input_ids"])
+    assert 256 < tokens < 512
+    options = {"data": tmp_path / "text.txt", "lengths": ()}
+    found = measure(tiny, tmp_path / "results", **options, vs=tiny / "none")
+    assert [score.length for score in found.scores if score.metric == "ppl"] == [256]
+    assert found.notes == (
+        f"the text has {tokens} tokens in one document, and perplexity stops there; give longer text",
+    )
+    with pytest.raises(FarspanError, match="none of the 1 documents of text has 512 tokens"):
+        measure(tiny, tmp_path / "results", **{**options, "lengths": (512,)})
+
+
+def test_a_tokenizer_of_another_model_is_a_sentence(tiny, tmp_path):
+    FarspanForCausalLM(FarspanConfig(**{**SHAPE, "vocab_size": 300})).save_pretrained(tmp_path / "model")
+    farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(FarspanError, match="knows more tokens than the model; use the model's own"):
+        evaluate(tmp_path / "model", "quick", tmp_path / "results", data=tiny / "text")
