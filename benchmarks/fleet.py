@@ -52,7 +52,7 @@ def rows(shape: dict, count: int, length: int) -> Rows:
 def fleet(shape: dict, position: str, models: int, data: Rows, batch: int, device: str) -> Step:
     stack = Fleet([build(shape, position, "cpu")] * models, device)
     stack.network.train()
-    lesson = Lesson(stack, [data] * models, Plan(steps=1000, batch=batch, buckets=1))
+    lesson = Lesson(stack, [data] * models, Plan(steps=1000, batch=batch, buckets=1, optimizer="adamw"))
     if device == "cuda":
         lesson.compile()
     lesson.state.rates.fill_(RATE)

@@ -422,6 +422,19 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_written(tiny, tmp_path, c
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_table_of_positions_is_not_asked_beyond_its_end(tiny, tmp_path):
+    from farspan.model import FarspanConfig, FarspanForCausalLM
+
+    shape = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=300)
+    config = FarspanConfig(**shape, max_position_embeddings=64, position="learned", position_table=128)
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "learned")
+    farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "learned")
+    asked = dict(out=tmp_path / "out", method="uniform", data=tiny / "text.txt", recipe=FEW)
+    with pytest.raises(FarspanError, match="has 128 learned positions, and a search for 128 tokens reads 144"):
+        extend(tmp_path / "learned", 128, **asked)
+    assert not (tmp_path / "out").exists()
+
+
 def test_scales_on_a_rotary_model_are_fitted_and_doubted(tiny, tmp_path):
     found = extend(tiny / "rope", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
     assert "scales alone do little there" in found.notes[0]

@@ -174,7 +174,7 @@ class Fleet:
                 told: dict[str, Any] = {}
                 if kind in biases:
                     told["bias"] = biases[kind]
-                if angles[kind] is not None:  # the same for all models, but a compiled vmap wants all of one kind
+                if angles[kind] is not None:  # the same for all models, and vmap takes a row a model
                     told["angles"] = tuple(part.expand(len(self), *part.shape) for part in angles[kind])
                 # All layers are alike: the first one stands for each, with that one's weights.
                 x = self.layer(self.network.model.layers[0], weights, x, told)
@@ -184,8 +184,8 @@ class Fleet:
         """The summed loss of each model's answers, [M] nats, for rows of shape [M, B, T]."""
         ids = rows.ids.long()
         logits = self.logits(ids[..., :-1])
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = F.cross_entropy(wide.flatten(0, 2), ids[..., 1:].flatten(), reduction="none")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        each = F.cross_entropy(logits.flatten(0, 2), ids[..., 1:].flatten(), reduction="none")
         return (each.view(rows.asked.shape) * rows.asked).sum((1, 2))
 
     @contextmanager
@@ -304,7 +304,7 @@ def _buckets(data: Sequence[Rows], parts: int, device: torch.device) -> list[_Bu
     found = []
     for part in range(parts):
         longest = max(int(rows.stop[piece[part]].max()) for rows, piece in zip(distinct, pieces, strict=True))
-        width = _wide(longest)
+        width = wide(longest)
         taken = [rows.take(piece[part], width) for rows, piece in zip(distinct, pieces, strict=True)]
         joined = Rows(*(torch.cat([getattr(rows, name) for rows in taken]) for name in ("ids", "start", "stop")))
         count = torch.tensor([len(rows) for rows in taken])
@@ -313,7 +313,7 @@ def _buckets(data: Sequence[Rows], parts: int, device: torch.device) -> list[_Bu
     return found
 
 
-def _wide(longest: int) -> int:
+def wide(longest: int) -> int:
     """The width of rows: its inputs, all tokens but the last, fill whole tiles."""
     return -(-(longest - 1) // MULTIPLE) * MULTIPLE + 1
 
@@ -379,12 +379,6 @@ class Lesson:
             fleet.matrices,
         )
         self.update: Callable[..., None] = _update
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step, padding too."""
-        each = self.plan.batch // self.plan.buckets
-        return len(self.fleet) * each * sum(bucket.rows.ids.shape[1] - 1 for bucket in self.buckets)
 
     def gradient(self) -> tuple[Tensor, Tensor]:
         """Of the mean loss of each model's answers in its batch: losses [M] and gradient [M, P]."""
@@ -535,7 +529,7 @@ def tells(fleet: Fleet, data: Sequence[Rows]) -> list[np.ndarray]:
     def some(start: int, stop: int) -> None:
         picked = [order[torch.arange(start, stop).clamp(max=len(order) - 1)] for order in orders]
         longest = max(int(rows.stop[some].max()) for rows, some in zip(data, picked, strict=True))
-        taken = [rows.take(some, _wide(longest)) for rows, some in zip(data, picked, strict=True)]
+        taken = [rows.take(some, wide(longest)) for rows, some in zip(data, picked, strict=True)]
         batch = Rows(*(torch.stack([getattr(rows, name) for rows in taken]) for name in ("ids", "start", "stop")))
         batch = batch.to(fleet.device)
         likeliest = fleet.logits(batch.ids[..., :-1].long()).argmax(-1)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from farspan.errors import FarspanError
-from farspan.lab.fleet import Fleet, Plan, Rows, tells
+from farspan.lab.fleet import Fleet, Plan, Rows, tells, wide
 from farspan.lab.scratchpad import parse_parts
 from farspan.lab.tasks import Example, Range, draw, find_task, splits
 from farspan.lab.words import Words
@@ -38,7 +38,7 @@ ENCODINGS: dict[str, tuple[str, float]] = {
 }
 LEARNT = 0.95  # exact match in range, from which on a model knows its task
 SIGHT = 256  # examples by which the length of a task's rows is judged
-NEAR = 1.5  # rows that are so many times longer train in another fleet, for all are padded to the longest
+NEAR = 2.2  # rows that are so many times longer train in another fleet, for all are padded to the longest
 FORMAT = 1  # of a cell's result
 
 
@@ -91,8 +91,17 @@ class Study:
         for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
             find_task(task)
             parse_parts(scratchpad, task)
-        for task in {*self.train_lengths, *self.test_lengths, *self.steps}:
-            self.ranges(task)  # also of tasks that a change of the recipe left out: a misspelt one is found
+        for task in {*self.tasks, *self.train_lengths, *self.test_lengths, *self.steps}:  # a misspelt one is found too
+            self._check_lengths(task)
+
+    def _check_lengths(self, task: str) -> None:
+        own = find_task(task)
+        for low, high in self.ranges(task):
+            if not any(own.count(length) for length in range(low, high + 1)):
+                usual = f"{own.train[0]}:{own.train[1]} and tested on {own.test[0]}:{own.test[1]}"
+                raise FarspanError(
+                    f"{task} has no example of {low} to {high} {own.counts}; it is usually trained on {usual}"
+                )
 
     def ranges(self, task: str) -> tuple[Range, Range]:
         """The lengths that a task is trained and tested on."""
@@ -124,11 +133,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.task}.{self.encoding}.{self.size}.{self.scratchpad}.lr{self.lr:g}.s{self.seed}"
-
-    @property
-    def group(self) -> tuple[str, str, str]:
-        """Cells of one group are compared with each other."""
-        return self.task, self.size, self.scratchpad
 
 
 def cells_of(study: Study) -> list[Cell]:
@@ -174,6 +178,11 @@ class Material:
     held_out_lengths: np.ndarray
     beyond_lengths: np.ndarray
 
+    @property
+    def train_length(self) -> int:
+        """In tokens."""
+        return int(self.train.stop.max())
+
 
 def material(study: Study, task: str, scratchpad: str, words: Words) -> Material:
     train, test = study.ranges(task)
@@ -186,6 +195,11 @@ def material(study: Study, task: str, scratchpad: str, words: Words) -> Material
         test=test,
         scratchpad=scratchpad,
     )
+    if len(drawn.held_out) < 2:
+        raise FarspanError(
+            f"{task} has too few examples of {train[0]} to {train[1]} {find_task(task).counts} to hold some out; "
+            "train on more lengths"
+        )
     train_rows, held_out, beyond = (as_rows(part, words) for part in drawn)
     lengths = [np.array([example.length for example in part]) for part in (drawn.held_out, drawn.beyond)]
     return Material(train_rows, held_out, beyond, *lengths)
@@ -241,9 +255,9 @@ def config_of(shape: Shape, encoding: str, words: Words, train_length: int, reac
 
 def fleet_of(study: Study, cells: Sequence[Cell], found: Sequence[Material], words: Words, device: str) -> Fleet:
     """The untrained models of cells that share a network. A model's weights begin by its seed alone."""
-    train = max(int(each.train.stop.max()) for each in found)
-    reach = max(int(rows.stop.max()) for each in found for rows in (each.held_out, each.beyond))
-    config = config_of(study.sizes[cells[0].size], cells[0].encoding, words, train, max(train, reach))
+    train = max(each.train_length for each in found)
+    reach = max(int(rows.stop.max()) for each in found for rows in (each.train, each.held_out, each.beyond))
+    config = config_of(study.sizes[cells[0].size], cells[0].encoding, words, train, wide(reach))
     models = {}
     for cell in cells:
         if cell.seed not in models:
@@ -261,12 +275,16 @@ def _begun(config: FarspanConfig, seed: int, zero_outputs: bool) -> FarspanForCa
 
 
 def fleets(study: Study, cells: Iterable[Cell], words: Words, most: int) -> list[list[Cell]]:
-    """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once."""
+    """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once.
+
+    A learned table is as long as its task needs, so there tasks train apart.
+    """
     cells = list(cells)
     widths = {pair: longest_rows(study, *pair, words) for pair in {(cell.task, cell.scratchpad) for cell in cells}}
     alike = defaultdict(list)
     for cell in cells:
-        alike[cell.size, cell.encoding, plan_of(study, cell)].append(cell)
+        apart = (cell.task, cell.scratchpad) if cell.encoding == "learned" else ()
+        alike[cell.size, cell.encoding, plan_of(study, cell), apart].append(cell)
     found: list[list[Cell]] = []
     for group in alike.values():
         group.sort(key=lambda cell: widths[cell.task, cell.scratchpad])

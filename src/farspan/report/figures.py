@@ -218,7 +218,10 @@ def _over(axes: Any, x: np.ndarray, found: np.ndarray, wanted: np.ndarray) -> No
 def evaluation_figures(found: Any) -> dict[str, Figure]:
     """Every figure that an evaluation has the scores for, by file name."""
     named = {found.model: found.scores, **({found.base: found.base_scores} if found.base else {})}
-    models = {"/".join(Path(name).parts[-2:]): scores for name, scores in named.items()}
+    short = {name: "/".join(Path(name).parts[-2:]) for name in named}
+    if len(set(short.values())) < len(short):
+        short = {name: name for name in named}
+    models = {short[name]: scores for name, scores in named.items()}
     figures = {}
     if any(score.metric == "ppl" for score in found.scores):
         figures["perplexity"] = perplexity_by_length(models, found.train_length)
@@ -382,7 +385,7 @@ def what_heads_do(found: Any) -> Figure:
             heaviest = max(float(worth.max()), 1e-9)
             for layer, axes in enumerate(grid[row]):
                 for head in np.argsort(worth[layer]):
-                    shade = mpl.colormaps["viridis_r"](0.1 + 0.9 * max(0.0, worth[layer, head]) / heaviest)
+                    shade = mpl.colormaps["viridis_r"](0.1 + 0.9 * (max(0.0, worth[layer, head]) / heaviest) ** 0.5)
                     axes.plot(*_in_doublings(mass[layer, head]), color=shade, lw=1.4)
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")

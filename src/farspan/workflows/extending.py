@@ -40,6 +40,7 @@ from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.train.sharding import processes
+from farspan.workflows.generating import longest
 from farspan.workflows.inspection import scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
 
@@ -153,7 +154,7 @@ def extend(
     ready()
     if tokenizer is None:
         raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
-    length = _checked_length(source, to, train_length or trained_on(model.config))
+    length = _checked_length(source, to, train_length or trained_on(model.config), longest(model))
     layers = probe(model)
     notes = _suited(names, layers, str(source))
     splits = _splits(data, tokenizer, to, how)
@@ -255,11 +256,16 @@ def _method_names(method: str) -> list[str]:
     return names
 
 
-def _checked_length(source: str | Path, to: int, length: int | None) -> int:
+def _checked_length(source: str | Path, to: int, length: int | None, rows: int | None) -> int:
     if length is None:
         raise FarspanError(f"the config of {source} does not tell its training length; give it with --train-length")
     if to <= length:
         raise FarspanError(f"{source} was trained on {length} tokens already; ask for more than that with --to")
+    if rows is not None and round(BEYOND * to) > rows:
+        raise FarspanError(
+            f"{source} has {rows} learned positions, and a search for {to} tokens reads {round(BEYOND * to)}; such a "
+            "model cannot be asked beyond its table"
+        )
     return length
 
 

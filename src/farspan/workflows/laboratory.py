@@ -225,7 +225,9 @@ class _Bench:
                 "device": environment()["device"],
             }
             if self.study.save:
-                save(fleet.model(index), self.words, self.out / "models" / cell.name)
+                model = fleet.model(index)
+                model.config.max_position_embeddings = found[index].train_length  # and not the whole fleet's
+                save(model, self.words, self.out / "models" / cell.name)
             self.cells.put(key, describe(self.study, cell), result)
 
 
@@ -262,7 +264,11 @@ def as_tokenizer(words: Words) -> PreTrainedTokenizerFast:
 def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finished:
     """Tables, figure and record of a finished study."""
     found = entries(results)
-    tables = {"Exact match at unseen lengths": accuracy_table(found), "Mean reciprocal rank (tasks)": rank_table(found)}
+    untrained = " (of learned positions, the rows for them are untrained)" if "learned" in study.encodings else ""
+    tables = {
+        f"Exact match at unseen lengths{untrained}": accuracy_table(found),
+        "Mean reciprocal rank (tasks)": rank_table(found),
+    }
     if study.scales:
         tables["Exact match at unseen lengths, scores times λ̂"] = scale_table(found)
     learnt, placed = learnt_of(found), ranks(found)
