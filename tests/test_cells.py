@@ -126,6 +126,19 @@ def test_a_claim_from_elsewhere_stands_as_long_as_it_shows_signs_of_life(tmp_pat
             assert late == []
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_claim_that_nobody_can_read_stands_as_long_as_it_is_fresh(tmp_path, content):
+    cells = Cells(tmp_path, stale=60)
+    claim = tmp_path / "claims" / "a.0"
+    claim.write_text(content)
+    with cells.claimed(["a"]) as got:
+        assert got == []
+    old = time.time() - 61
+    os.utime(claim, (old, old))
+    with cells.claimed(["a"]) as got:
+        assert got == ["a"]
+
+
 def test_a_long_computation_shows_signs_of_life(tmp_path):
     cells = Cells(tmp_path, stale=0.4)
     with cells.claimed(["a"]):

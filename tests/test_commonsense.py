@@ -270,6 +270,9 @@ def test_bad_settings_and_files_are_a_sentence(tmp_path, data):
         Commonsense(data, 128, limit=0).cells()
     with pytest.raises(FarspanError, match=r"piqa/val.jsonl does not exist; give a folder that holds it"):
         Commonsense(tmp_path, 128, tasks=("piqa",)).cells()
+    (tmp_path / "bench.tar.xz").write_bytes(b"")
+    with pytest.raises(FarspanError, match=r"bench.tar.xz is an archive; unpack it"):
+        Commonsense(tmp_path / "bench.tar.xz", 128).cells()
     (tmp_path / "piqa").mkdir()
     file = tmp_path / "piqa" / "val.jsonl"
     file.write_text('{"goal": "x", "sol1": "y", "label": 0}\n')
@@ -290,6 +293,38 @@ def test_a_cell_knows_its_items(tmp_path, data):
     assert len({cell.settings["sha256"] for cell in whole}) == 5, "three have the same items here"
     assert Commonsense(data, 128, limit=2).cells() != whole
     assert Commonsense(data, 128, batch=1).cells() == whole
+    names = [Commonsense(data, 128, tasks=("piqa",), limit=limit).cells()[0].settings["data"] for limit in (2, 8)]
+    assert names == ["first 2 of the 8 items of piqa/val.jsonl", "8 items of piqa/val.jsonl"]
+
+
+def test_without_files_a_hub_that_does_not_answer_is_a_sentence_at_once(llama, tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    import datasets
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def silent(self, name, timeout):
+        asked.append(name)
+        assert timeout <= 5
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", silent)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    for task in TASKS:
+        with pytest.raises(FarspanError, match=r"the hub does not give .* \(ConnectionError\); give the items"):
+            by_task(Commonsense("", 128, tasks=(task,)), llama[0], tokenizer)
+    assert len(asked) == 7
+    assert {"allenai/ai2_arc", "Rowan/hellaswag"} <= set(asked), "as the harness's definitions have them"
+
+
+def test_numbers_that_overflow_are_a_sentence(tokenizer, data):
+    pytest.importorskip("lm_eval")
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=500)
+    model = FarspanForCausalLM(FarspanConfig(**shape)).eval()
+    model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(FarspanError, match="log-likelihoods of item 0 of piqa are .*: the model's numbers overflow"):
+        by_task(Commonsense(data, 128, tasks=("piqa",), limit=1), model, tokenizer)
 
 
 def test_an_answer_longer_than_the_context_is_a_sentence(llama, tokenizer, data):

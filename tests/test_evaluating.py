@@ -21,11 +21,13 @@ from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
-from farspan.evals.gates import judge, parse_gate
+from farspan.evals.gates import METRICS, judge, parse_gate
+from farspan.evals.longbench import tasks
 from farspan.evals.passkey import Passkey
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Score, beside
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.report.figures import evaluation_figures
 from farspan.workflows import evaluating
 from farspan.workflows.evaluating import (
     SUITES,
@@ -207,7 +209,8 @@ def test_lengths_suit_the_model_where_none_are_asked_for(tiny):
     assert scope.lengths == (256, 512, 1000)
     assert (len(scope.grid), scope.grid[-1], scope.contexts) == (16, 2000, (1000,))
     ends = evaluating._resolved(replace(plain, limit=300), SUITES["quick"], Scope())
-    assert max(ends.lengths + ends.grid) <= 300
+    assert max(ends.lengths) <= 300
+    assert (len(ends.grid), ends.grid[-1]) == (4, 300), "as far as its table goes"
 
 
 # What a result depends on.
@@ -227,6 +230,37 @@ def test_a_model_is_known_by_what_it_computes(tiny, tmp_path):
     names.append(identity(patched, tokenizer, stronger))
     names.append(identity(farspan.load(tiny / "learned").model, tokenizer, None))
     assert len({str(name) for name in (own, *names)}) == 4
+
+
+def test_a_change_that_bf16_would_hide_makes_another_model(tiny):
+    model, tokenizer = farspan.load(tiny / "none")
+    own = identity(model, tokenizer, None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    rounded = identity(model, tokenizer, None)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1 + 1e-4)
+    assert fingerprint(model) == fingerprint(farspan.load(tiny / "none").model), "to a patch they are one base"
+    assert len({str(name) for name in (own, rounded, identity(model, tokenizer, None))}) == 3
+
+
+def test_which_tokens_begin_and_end_a_text_makes_another_model(tiny):
+    model, tokenizer = farspan.load(tiny / "none")
+    names = [identity(model, tokenizer, None)]
+    model.generation_config.eos_token_id = [0, 5]  # where needles and LongBench's answers end
+    names.append(identity(model, tokenizer, None))
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)  # with which yarn's windows begin
+    names.append(identity(model, tokenizer, None))
+    assert len({str(name) for name in names}) == 3
+
+
+def test_another_release_measures_anew(tiny, whole, tmp_path, counted, monkeypatch):
+    measure(tiny, tmp_path / "results", lengths=(256,))
+    before = counted.total()
+    monkeypatch.setattr(evaluating, "__version__", "99")
+    measure(tiny, tmp_path / "results", lengths=(256,))
+    assert counted.total() == 2 * before > 0
 
 
 def test_whether_passkeys_were_trained_on_is_read_from_the_card(tiny, tmp_path):
@@ -272,6 +306,12 @@ def test_gates(gate, holds):
     assert ("not " in verdict.told) == (not holds)
 
 
+@pytest.mark.parametrize("metric", sorted({*sum(METRICS.values(), ()), *(task.metric for task in tasks().values())}))
+def test_every_metric_can_stand_in_a_gate(metric):
+    gate = parse_gate(f"some-task:{metric}@2k>=0.5")
+    assert (gate.task, gate.metric, gate.length) == ("some-task", metric, 2048)
+
+
 @pytest.mark.parametrize(
     ("gate", "sentence"),
     [
@@ -290,6 +330,13 @@ def test_a_gate_that_means_nothing_is_a_sentence(gate, sentence):
 def test_a_gate_on_what_is_not_measured_is_told(tiny, tmp_path, counted):
     with pytest.raises(FarspanError, match="asks for 777 tokens, and measured are 256, 384"):
         measure(tiny, tmp_path / "results", require=["ppl@777<=20"])
+    for gate, sentence in (
+        ("recall>=0.5", "asks for recall, and this suite measures ppl, passkey, passkey_mean"),
+        ("pg91:ppl<=9", "asks for pg91, and ppl is measured on text"),
+        ("f1>=3", "asks for f1"),
+    ):
+        with pytest.raises(FarspanError, match=sentence):
+            measure(tiny, tmp_path / "results", require=[gate])
     assert not counted, "before anything is measured"
     with pytest.raises(FarspanError, match="names no score of this suite; there are ppl@512"):
         judge(parse_gate("recall@512>=0.5"), [score("ppl", 512, 20.0)])
@@ -389,6 +436,34 @@ def test_a_text_that_ends_before_the_model_does_is_said(tiny, tmp_path):
     )
     with pytest.raises(FarspanError, match="none of the 1 documents of text has 512 tokens"):
         measure(tiny, tmp_path / "results", **{**options, "lengths": (512,)})
+
+
+def test_what_would_fail_at_last_fails_at_first(tiny, tmp_path, counted):
+    for options, sentence in (
+        ({"vs": "nowhere"}, "'nowhere' is neither a folder nor a hub id"),
+        ({"lengths": (80,), "stride": 16}, "a passkey text of 80 tokens has no room for its key"),
+    ):
+        with pytest.raises(FarspanError, match=sentence):
+            measure(tiny, tmp_path / "results", **options)
+    assert not counted, "before anything is measured"
+    with pytest.raises(FarspanError, match="a length of 384 is beyond the position table of .*learned"):
+        measure(tiny, tmp_path / "results", vs=tiny / "learned")
+
+
+def test_items_are_so_many_a_task(tiny, tmp_path, monkeypatch, capsys):
+    words = ["--suite", "needle", "--lengths", "512", "--items", "2", "-o", str(tmp_path / "results"), "--json"]
+    code, out, _ = run_command(monkeypatch, capsys, str(tiny / "none"), *words)
+    assert code == 0
+    scores = [score for score in json.loads(out)["scores"] if score["metric"] == "recall"]
+    assert [score["n"] for score in scores] == [2, 2, 2, 2, 2, 10]
+
+
+def test_models_of_one_name_in_two_places_are_two_in_a_figure():
+    tags = {"task": "text"}
+    scores = tuple(Score("perplexity", "ppl", length, 9.0, 8.0, 10.0, 1, tags) for length in (256, 512))
+    found = Evaluated("one/run/model", "quick", scores, Path(), base="two/run/model", base_scores=scores)
+    (axes,) = evaluation_figures(found)["perplexity"].axes
+    assert len(axes.get_legend_handles_labels()[1]) == 2
 
 
 def test_a_tokenizer_of_another_model_is_a_sentence(tiny, tmp_path):

@@ -279,6 +279,17 @@ def test_every_sample_declares_what_was_cut(everything, tokenizer, monkeypatch):
         assert (score.tags["truncated"] == 0) == (score.length == 4096)
 
 
+def test_the_first_prompts_of_each_task_are_named_so(everything, tokenizer, monkeypatch):
+    evaluation = LongBench(everything, (128,), limit=2)
+    scores = evaluation.score(answering(monkeypatch, tokenizer, evaluation, lambda prompt: ""))
+    assert {score.n for score in scores[:-1]} == {2}
+    assert {score.tags["data"] for score in scores} == {"first 2 of 3 prompts of data.jsonl"}
+    assert LongBench(everything, (128,), limit=3).cells() == LongBench(everything, (128,)).cells()
+    assert evaluation.cells() != LongBench(everything, (128,)).cells()
+    with pytest.raises(FarspanError, match="a limit of 0 prompts leaves none"):
+        LongBench(everything, (128,), limit=0).cells()
+
+
 def test_averages_count_tasks_alike():
     assert average([[100.0] * 30, [0.0]])[0] == 50
     mean, low, high = average([[0.0, 100.0] * 50, [0.0, 100.0] * 5])
@@ -333,6 +344,9 @@ def test_data_that_is_not_there_or_twice_there_is_a_sentence(tmp_path, everythin
     (everything.parent / "more.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(CorruptError, match="cannot be read"):
         LongBench(everything.parent, (128,)).cells()
+    (everything.parent / "bench.tar.xz").write_bytes(b"")
+    with pytest.raises(FarspanError, match=r"bench.tar.xz is an archive; unpack it"):
+        LongBench(everything.parent / "bench.tar.xz", (128,)).cells()
     with pytest.raises(FarspanError, match="a context of 32 tokens leaves nothing"):
         LongBench(everything, (32,)).cells()
 

@@ -170,6 +170,9 @@ def test_recall_is_the_share_of_what_was_hidden(tokenizer, monkeypatch):
     effective = {score.tags["task"]: score for score in scores if score.metric == "effective_length"}
     assert (effective["single"].value, effective["multi-value"].value, effective["average"].value) == (1024, 0, 0)
     assert all(score.low <= score.value <= score.high for score in scores)
+    single = [score for score in scores if score.tags["task"] == "single" and score.metric == "recall"]
+    assert all(score.low < 0.6 for score in single), "four that were told do not make a certainty"
+    assert (effective["single"].low, effective["single"].high) == (0, 1024)
     assert effective["single"].n == 8
 
 
@@ -200,6 +203,12 @@ def test_no_sample_depends_on_the_batch(tokenizer, name):
     assert found[0] == found[1]
     assert len(found[0]) == 4
     assert all(sample["prediction"] for sample in found[0])
+
+
+def test_a_haystack_is_named_whole():
+    made = {"task": "single", "length": 256, "score": 1.0, "haystack": "my essays.txt 0123456789abcdef"}
+    assert Needle((256,)).score([made])[0].tags["haystack"] == "my essays.txt"
+    assert Needle((256,)).score([{**made, "haystack": "filler"}])[0].tags["haystack"] == "filler"
 
 
 def test_batch_and_threshold_are_no_part_of_a_cell():

@@ -74,6 +74,16 @@ def test_hits_are_those_of_greedy_generation_on_every_cell_of_a_hundred(twin, gr
     assert hits == generated
 
 
+def test_what_was_said_is_the_answer_to_the_letter_where_it_hit(twin):
+    """With the space before it, too: a right number after a line break is a miss, and must look like one."""
+    model, tokenizer = twin
+    grid = Passkey((Passkeys(tokenizer).shortest + 20,), depths=10, keys=1)
+    found = [sample for cell in grid.cells() for sample in grid.run(cell, model, tokenizer)]
+    assert {sample["hit"] for sample in found} == {True, False}
+    for sample in found:
+        assert (sample["said"] == f" {sample['key']}") == sample["hit"]
+
+
 def test_computing_a_beginning_once_changes_no_hit(twin, grid, hits):
     assert hits == run(replace(grid, reuse=False), *twin)
 

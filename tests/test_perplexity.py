@@ -281,6 +281,41 @@ def test_a_sample_of_windows_is_honest_about_the_whole():
     assert 0.88 * 300 <= held < 300
 
 
+@pytest.mark.parametrize("windows", [2, 4, 8])
+def test_an_interval_of_few_windows_is_honest_too(windows):
+    """Of 500, at least 88% hold the truth; percentiles alone would be 48%, 79% and 90%."""
+    rng = np.random.default_rng(2)
+    intervals = [bootstrap(rng.gamma(4, 0.75, windows), draws=400, within=(0, math.inf))[1:] for _ in range(500)]
+    assert 0.88 * 500 <= sum(low <= 3 <= high for low, high in intervals) < 500
+    assert min(low for low, _ in intervals) >= 0
+
+
+def test_one_window_alone_has_no_interval():
+    evaluation = Perplexity((text(60),), (16,), stride=8, windows=1)
+    (score,) = [score for score in evaluation.score(samples(evaluation, tiny())) if score.metric == "ppl"]
+    assert (score.tags["windows"], score.tags["interval"], score.tags["stride"]) == (1, "none", 8)
+    assert score.low == score.value == score.high
+
+
+def test_a_loss_beyond_all_bounds_has_a_perplexity():
+    made = [
+        {"eval": "perplexity", "task": "text", "length": 16, "document": "one", "scored": 1, "nll": loss}
+        for loss in (800.0, 900.0)
+    ]
+    (score,) = Perplexity((text(50),), (16,), stride=8).score(made)
+    assert math.isfinite(score.value)
+    assert score.low <= score.value <= score.high
+    assert score.tags["nll"] == 850
+
+
+@pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192, 16_384, 100_000])
+def test_on_a_gpu_cells_are_whole_batches(length):
+    """A batch of another size is not computed by compiled layers."""
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    (cell, *_) = Perplexity((text(length + 9),), (length,), "paper-a", 1).cells()
+    assert cell.settings["count"] % perplexity.rows_at_once(gpu, length, None) == 0
+
+
 def test_wilson_is_honest_at_the_ends():
     assert wilson(0, 10)[:2] == (0.0, 0.0)
     assert wilson(10, 10)[::2] == pytest.approx((1.0, 1.0))
@@ -299,6 +334,8 @@ def test_bad_input_is_a_sentence(tmp_path):
     without = Perplexity((text(50),), (16,), "yarn", 8)
     with pytest.raises(FarspanError, match="this tokenizer has none; choose the mode same or paper-a"):
         samples(without, tiny(), SimpleNamespace(bos_token_id=None))
+    with pytest.raises(FarspanError, match="a budget of 10 tokens is less than a window of 16 scores"):
+        Perplexity((text(50),), (16,), "yarn", 8, budget=10).cells()
     broken = tiny()
     broken.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(FarspanError, match="the loss on text is nan in windows of 16 tokens"):
@@ -315,3 +352,6 @@ def test_text_is_read_whole(tmp_path):
     assert found.longest == 3
     (tmp_path / "b.txt").write_text("four six")
     assert read_text("words", tmp_path, tokenizer).sha256 != found.sha256
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "a.txt").write_text("one")
+    assert len(set(read_text("words", tmp_path, tokenizer).documents)) == 3, "of two folders, but of one name"

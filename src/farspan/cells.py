@@ -137,11 +137,14 @@ class Cells:
     def _lives(self, claim: Path) -> bool:
         """Does the process that made this claim still work? One that is gone from this machine does not; of others,
         and of one whose number another process has now, only signs of life tell."""
+        owner: dict[str, Any] = {}  # as long as nobody can read whose it is
         try:
-            owner, beat = json.loads(claim.read_text()), claim.stat().st_mtime
-        except (FileNotFoundError, ValueError):
+            beat = claim.stat().st_mtime
+            with suppress(CorruptError):
+                owner = read_json(claim)
+        except (FileNotFoundError, FarspanError):
             return True  # it was released just now; look again later
-        if owner["host"] == socket.gethostname() and not _runs(owner["pid"]):
+        if owner.get("host") == socket.gethostname() and not _runs(owner["pid"]):
             return False
         return self._now() - beat < self._stale
 

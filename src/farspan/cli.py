@@ -16,6 +16,7 @@ from farspan import __version__
 from farspan.errors import FarspanError
 
 if TYPE_CHECKING:
+    from farspan.evals.scores import Score
     from farspan.workflows.diagnosing import Diagnosis
     from farspan.workflows.evaluating import Evaluated
     from farspan.workflows.extending import Extended
@@ -265,6 +266,9 @@ def evaluate(
     budget: Annotated[int | None, typer.Option(min=1, help="Tokens that perplexity scores at most; 2M.")] = None,
     sample_windows: Annotated[int | None, typer.Option(min=1, help="Perplexity of so many windows alone.")] = None,
     beams: Annotated[int | None, typer.Option(min=1, help="Of LongBench's answers; 1 is greedy.")] = None,
+    items: Annotated[
+        int | None, typer.Option(min=1, help="So many a task of needle, LongBench and commonsense.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="For keys, needles and subsets.")] = 0,
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
     position: Position = None,
@@ -292,6 +296,7 @@ def evaluate(
             budget=budget,
             windows=sample_windows,
             beams=beams,
+            items=items,
             seed=seed,
             position=position,
             device=device,
@@ -566,8 +571,9 @@ def show_evaluation(found: Evaluated) -> None:
         task = score.tags.get("task", "")
         what = f"{score.eval} {task}" if task == score.metric != score.eval else f"{score.metric} {task}"
         what = score.metric if task in ("", score.eval) else what
-        row = ["" if what == before else what, f"{score.length:,}", _figure(score.value)]
-        row.append(f"{_figure(score.low)}–{_figure(score.high)}")
+        row = ["" if what == before else _plain(what), f"{score.length:,}", _figure(score.value)]
+        wide = score.low < score.high  # one window alone, or prompts that all failed, tell of no interval
+        row.append(f"{_figure(score.low)}–{_figure(score.high)}" if wide else "")
         if against:
             other = beside(score, found.base_scores)
             row += (
@@ -579,9 +585,11 @@ def show_evaluation(found: Evaluated) -> None:
         out_console.print(f"{_plain(found.model)} [dim]against[/] {_plain(found.base or '')}\n")
     out_console.print(table)
     out_console.print()
-    trained = {score.tags["trained_on_passkeys"] for score in shown if "trained_on_passkeys" in score.tags}
-    if trained:
-        out_console.print(f"[dim]passkey documents in training:[/] {', '.join(sorted(trained))}")
+    if data := _tagged(shown, "data"):
+        out_console.print(f"[dim]data:[/] {_plain('; '.join(data))}", soft_wrap=True)
+    if trained := _tagged(shown, "trained_on_passkeys"):
+        told = [*trained, *(f"the base's: {saw}" for saw in _tagged(found.base_scores, "trained_on_passkeys"))]
+        out_console.print(f"[dim]passkey documents in training:[/] {', '.join(told)}")
     for note in found.notes:
         out_console.print(f"[yellow]note[/] {_plain(note)}", soft_wrap=True)
     for verdict in found.verdicts:
@@ -590,8 +598,15 @@ def show_evaluation(found: Evaluated) -> None:
     out_console.print(f"[dim]record, samples and figures in[/] {found.folder}", soft_wrap=True)
 
 
+def _tagged(scores: Sequence[Score], tag: str) -> list[str]:
+    """What the scores of single tasks say under a tag, each thing once."""
+    return list(dict.fromkeys(s.tags[tag] for s in scores if tag in s.tags and s.tags.get("task") != "average"))
+
+
 def _figure(value: float) -> str:
-    """Three digits that count: 0.92, 22.1, 1,284."""
+    """Three digits that count: 0.92, 22.1, 1,284; of a length, all."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 

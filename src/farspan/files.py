@@ -20,6 +20,7 @@ from typing import Any
 from farspan.errors import CorruptError, FarspanError
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,6 +114,12 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
     check_safetensors(path)
     return load_file(path)
+
+
+def check_unpacked(path: Path) -> None:
+    """Refuse an archive where a file or folder is read."""
+    if path.is_file() and path.name.endswith(ARCHIVES):
+        raise FarspanError(f"{path} is an archive; unpack it, and give the file or folder that is meant")
 
 
 def check_free(path: Path) -> None:

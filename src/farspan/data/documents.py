@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from farspan.errors import CorruptError, FarspanError
+from farspan.files import check_unpacked
 
 PYTHON_DOCS = "python-docs"
 PARTS = {"": (0.0, 1.0), "search": (0.0, 0.8), "score": (0.8, 1.0)}
@@ -72,6 +73,7 @@ def _file(path: Path) -> Iterator[Document]:
         return _lines(path)
     if path.name.endswith(TABLES):
         return _table(path)
+    check_unpacked(path)
     return iter([Document(path.name, _decoded(path, path.read_bytes()))])
 
 

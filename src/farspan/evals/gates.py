@@ -15,7 +15,7 @@ from farspan.lengths import parse_lengths
 
 SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 GRAMMAR = re.compile(
-    r"(?:(?P<task>[\w.-]+):)?(?P<metric>[a-z_]+)(?:@(?P<length>\w+))?\s*"
+    r"(?:(?P<task>[\w.-]+):)?(?P<metric>[a-z][a-z0-9_]*)(?:@(?P<length>\w+))?\s*"
     r"(?P<sign><=|>=|<|>)\s*(?P<value>\d+\.?\d*(?:e[+-]?\d+)?)(?P<times>x?)"
 )
 METRICS = {  # of each evaluation; LongBench's tasks have others besides

@@ -189,10 +189,11 @@ def attend_lower_right(module: nn.Module, query: Tensor, key: Tensor, value: Ten
     none. Layers that do more than that are left to the model's own backend."""
     special = ("bias", "position_bias", "sliding_window", "s_aux", "softcap")
     plain = all(kwargs.get(name) is None for name in special) and key.shape[-1] == value.shape[-1]
-    if attention_mask is None or not plain:
+    grouped = query.shape[1] != key.shape[1]
+    slow = grouped and query.dtype == torch.float32  # it has no flash kernel, and the next takes no grouped heads
+    if attention_mask is None or slow or not plain:
         return seam.own_backend(module)(module, query, key, value, attention_mask, **kwargs)
     place: Any = causal_lower_right(query.shape[2], key.shape[2])
-    grouped = query.shape[1] != key.shape[1]
     output = F.scaled_dot_product_attention(query, key, value, place, scale=kwargs.get("scaling"), enable_gqa=grouped)
     return output.transpose(1, 2).contiguous(), None
 

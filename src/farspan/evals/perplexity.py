@@ -66,7 +66,8 @@ class Text:
 def read_text(name: str, source: str | Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The documents of a source (see data/documents.py) as tokens, no begin-of-text before them."""
     names: dict[str, None] = {}
-    rows, digest = [], hashlib.sha256()
+    rows: list[Tensor] = []
+    digest = hashlib.sha256()
     for document in read_documents(source):
         ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
         alike = document.name in names  # files of one name in two folders are two documents

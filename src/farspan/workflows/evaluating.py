@@ -7,6 +7,7 @@ length, depth, seed. Whatever was measured before, by whichever process, is read
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import tempfile
@@ -20,14 +21,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan import __version__
 from farspan.attention import seam
 from farspan.attention.patch import Patch
-from farspan.attention.patch import fingerprint as weights_of
 from farspan.cells import Cells, finish, key_of, sweep
 from farspan.data.passkey import Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
 from farspan.errors import FarspanError
 from farspan.evals.commonsense import Commonsense
+from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
 from farspan.evals.longbench import LongBench
 from farspan.evals.needle import Needle
@@ -35,7 +37,7 @@ from farspan.evals.passkey import UNKNOWN, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, STRIDE, Perplexity, Text, read_text
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import write_text
-from farspan.loading import BASE, TWINS, first_line, load
+from farspan.loading import BASE, TWINS, first_line, load, load_config
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
@@ -228,7 +230,7 @@ def evaluate(
         vs, position = _base_of(source, position)
     _check_folder(out)
     if vs is not None:
-        check_there(vs)
+        _check_base(vs, position=position, trust_remote_code=trust_remote_code)
 
     def subject(name: str | Path) -> Subject:
         place = device or state.device
@@ -255,6 +257,7 @@ def evaluate(
         tokens = first.identity["tokenizer"]
         del first, evaluations  # a GPU need not hold two models
         second = subject(vs)
+        _check_limit(second, (*scope.lengths, *scope.grid))
         others = [build(second, replace(scope, asked=True)) for build in chosen.builds]
         samples[second.name] = _measured(second, others, cells, progress)
         identities[second.name] = second.identity
@@ -282,8 +285,8 @@ def _named(name: str, suite: Suite, data: str | Path | Mapping[str, str | Path] 
     if data is None:
         given: dict[str, str | Path] = {"python-docs": DEFAULT_TEXT} if suite.texts is None else {}
     elif isinstance(data, str | Path):
-        only = Path(data).name.partition(".")[0] if suite.texts is None else suite.texts[0] if suite.texts else "text"
-        given = {only: data}
+        only = Path(data).name.partition(".")[0] if suite.texts is None else next(iter(suite.texts), "")
+        given = {only or "text": data}
     else:
         given = dict(data)
     for text in given:
@@ -300,6 +303,18 @@ def _named(name: str, suite: Suite, data: str | Path | Mapping[str, str | Path] 
 def _check_folder(out: Path) -> None:
     if out.exists() and not (out.is_dir() and ((out / "cells").is_dir() or not any(out.iterdir()))):
         raise FarspanError(f"{out} exists already and is no results folder; choose another name")
+    if out.exists() and not all(
+        os.access(home, os.W_OK) for home in (out, out / "cells", out / "claims") if home.exists()
+    ):
+        raise FarspanError(f"{out} is a results folder that you may not write to; choose another name")
+
+
+def _check_base(source: str | Path, **options: Any) -> None:
+    """Tell of a base that is not there before the model is measured, not after."""
+    if (Path(source) / "patch.json").exists():
+        Patch.load(Path(source))
+    elif Path(source).suffix != ".gguf":
+        load_config(source, **options)
 
 
 def _subject(source: str | Path, **options: Any) -> Subject:
@@ -339,16 +354,26 @@ def _check_head(model: PreTrainedModel) -> None:
 
 
 def identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) -> dict[str, str]:
-    """All of a model that a result depends on, hashed: weights, config, precision, scales and tokenizer."""
+    """All of a model that a result depends on, hashed: weights, config, precision, scales, tokenizer, and which tokens
+    begin and end a text. A patch knows its base by weights rounded to bf16; here every bit counts."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     for passing in ("_name_or_path", "transformers_version", "architectures", "dtype"):
         config.pop(passing, None)
-    found = {"weights": weights_of(model), "config": key_of(config), "dtype": str(model.dtype).partition(".")[2]}
+    found = {"weights": _digest(model), "config": key_of(config), "dtype": str(model.dtype).partition(".")[2]}
     if patch is not None and patch.scales is not None:
         scales = patch.scales
         tables = [None if table is None else table.tolist() for table in (scales.base, scales.slope)]
         found["scales"] = key_of({"at": [list(scales.layers), scales.basis, scales.length], "tables": tables})
-    return {**found, "tokenizer": tokens_of(tokenizer)}
+    ends = f"{tokenizer.bos_token_id} {end_tokens(model, tokenizer)}"
+    return {**found, "tokenizer": tokens_of(tokenizer), "begin and ends": ends}
+
+
+def _digest(model: PreTrainedModel) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _base_of(source: str | Path, position: str | None) -> tuple[str | Path, str | None]:
@@ -383,14 +408,19 @@ def _resolved(subject: Subject, suite: Suite, scope: Scope) -> Scope:
         last = max(2 * length, reach)
         doubled = [length * 2**power for power in range(20) if length * 2**power < last]
         lengths = _within(subject, (*doubled, last))
-        grid = _within(subject, grid_lengths(2 * reach, Passkeys(subject.tokenizer).shortest, suite.grid))
+        furthest = min(2 * reach, subject.limit or 2 * reach)
+        grid = _within(subject, grid_lengths(furthest, Passkeys(subject.tokenizer).shortest, suite.grid))
         contexts = (reach,)
-    for beyond in (size for size in (*lengths, *grid) if subject.limit is not None and size > subject.limit):
-        raise FarspanError(
-            f"a length of {beyond} is beyond the position table of {subject.name}, which ends at {subject.limit}; "
-            f"ask for lengths up to {subject.limit}"
-        )
+    _check_limit(subject, (*lengths, *grid))
     return replace(scope, lengths=lengths, grid=grid, contexts=contexts, asked=asked)
+
+
+def _check_limit(subject: Subject, lengths: Sequence[int]) -> None:
+    if subject.limit is not None and max(lengths) > subject.limit:
+        raise FarspanError(
+            f"a length of {max(lengths)} is beyond the position table of {subject.name}, which ends at "
+            f"{subject.limit}; ask for lengths up to {subject.limit}"
+        )
 
 
 def _within(subject: Subject, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -417,7 +447,9 @@ def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progr
     todo: list[dict[str, tuple[Eval, Cell]]] = []
     for evaluation in evaluations:
         listed = [(evaluation, cell) for cell in evaluation.cells()]
-        todo.append({key_of({"model": subject.identity, **asdict(cell)}): (evaluation, cell) for _, cell in listed})
+        # Another release of farspan may define an evaluation in another way.
+        known = {"farspan": __version__, "model": subject.identity}
+        todo.append({key_of({**known, **asdict(cell)}): (evaluation, cell) for _, cell in listed})
     everything = {key: item for some in todo for key, item in some.items()}
     advance, seen = progress(subject.name, len(everything)), set()
 
@@ -431,7 +463,8 @@ def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progr
         return {"samples": _run(subject, *item)}
 
     def describe(item: tuple[Eval, Cell]) -> dict[str, Any]:
-        return {"model": dict(subject.identity), "name": subject.name, **asdict(item[1])}
+        known = {"farspan": __version__, "model": dict(subject.identity), "name": subject.name}
+        return {**known, **asdict(item[1])}
 
     for group in _groups(everything):
         missing = {key: item for key, item in group.items() if cells.get(key) is None}
