@@ -337,6 +337,11 @@ def refusal(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", 'scratchpads=["full"]'], "copy"),
         (["run", "lab-tiny", 'tasks=["sorting"]', 'scratchpads=["v"]'], "has no variables part"),
         (["run", "lab-tiny", "seeds=[]"], "seeds is empty"),
+        (["run", "lab-tiny", "seeds=[0, 0]"], "seeds names something twice"),
+        (["run", "lab-tiny", "seeds=[-1]"], "seed -1 is below 0"),
+        (["run", "lab-tiny", "scales=[-1.0]"], "scale -1 is not above 0"),
+        (["run", "lab-tiny", "fleet=0"], "fleet is 0; give 1 or more"),
+        (["run", "lab-tiny", "--device", "cuba"], "device 'cuba' cannot be used"),
         (["run", "lab-tiny", "train.buckets=3"], "a batch of 64 examples"),
         (["dump", "copy", "--lengths", "2-20"], "'2-20' is no range of lengths"),
         (["dump", "copy", "--n", "0"], "0 examples"),
@@ -392,7 +397,7 @@ def test_saved_weights_are_those_that_were_judged(done):
     record = json.loads((done / "out" / "record.json").read_text())
     entry = next(each for each in record["cells"] if each["task"] == "reverse" and each["encoding"] == "none")
     name = Cell(*(entry[key] for key in ("task", "encoding", "size", "scratchpad", "lr", "seed"))).name
-    model, _ = farspan.load(done / "out" / "models" / name)
+    model, _ = farspan.load(next((done / "out" / "models").glob(f"{name}-*")))
     from farspan.lab.study import judge
 
     found = material(study, "reverse", "none", Words())

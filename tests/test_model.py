@@ -325,6 +325,7 @@ BAD_CONFIGS = {
     "'learned' is added to the embeddings": {"position": ["learned", "none"]},
     "8 query heads cannot share 3": {"num_key_value_heads": 3},
     "500 is no multiple of 8 heads": {"hidden_size": 500},
+    "11 dimensions of a head are no pairs": {"hidden_size": 88, "num_attention_heads": 8, "position": "rope"},
     "mlp 'gelu' is unknown": {"mlp": "gelu"},
     "sliding_window is None": {"layer_types": ["sliding_attention"] * 8},
     "layer_types names 'linear'": {"layer_types": ["linear"] * 8},

@@ -15,7 +15,7 @@ from farspan.attention import seam
 from farspan.attention.patch import set_rope
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
-from farspan.data.passkey import HELD_OUT, Passkeys
+from farspan.data.passkey import HELD_OUT, KEYS, SCORED, Passkeys
 from farspan.errors import FarspanError
 from farspan.evals import passkey
 from farspan.evals.passkey import Beginning, Passkey, attend_lower_right, grid_lengths, tells
@@ -198,6 +198,16 @@ def test_answers_of_different_lengths_fill_documents_of_one_length(monkeypatch):
         assert all(key % HELD_OUT == 0 for key in keys)
         hits = [sample["hit"] for sample in grid.run(cell, model, Pairs())]
         assert hits == tells(model, torch.tensor(rows), answers).tolist()
+
+
+def test_every_key_that_is_asked_for_has_room_in_the_shortest_text():
+    maker = Passkeys(Pairs())
+    shortest = maker.shortest_of(SCORED)
+    assert {len(maker.document(shortest, 0.5, key)) for key in SCORED} == {shortest}
+    with pytest.raises(FarspanError, match="has no room"):
+        for key in SCORED:
+            maker.document(shortest - 1, 0.5, key)
+    assert set(SCORED) == {key for key in KEYS if key % HELD_OUT == 0}
 
 
 def test_keys_are_drawn_by_the_seed_for_each_cell_by_itself(twin):

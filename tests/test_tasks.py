@@ -254,6 +254,11 @@ def test_splits_have_nothing_in_common(name):
     assert all(count <= 0.1 * task.count(length) for length, count in held.items())
 
 
+def test_lengths_may_have_more_examples_than_a_float_can_count():
+    made = splits(TASKS["copy"], 4, 2, seed=0, train=(299, 300), test=(301, 302))
+    assert [len(part) for part in made] == [4, 2, 2]
+
+
 def test_a_test_inside_the_training_range_is_warned_of(caplog):
     made = splits(TASKS["copy"], 50, 50, seed=0, train=(2, 8), test=(5, 12))
     assert "are not all longer" in caplog.text

@@ -54,7 +54,7 @@ def load(
 
     >>> model, tokenizer = farspan.load("path/to/checkpoint")
     """
-    _check_device(device)
+    check_device(device)
     source = _twin(source)
     if (Path(source) / "patch.json").exists():
         return _load_patched(
@@ -123,7 +123,7 @@ def _twin(source: str | Path) -> str | Path:
     return twin if re.fullmatch(r"[a-z]+-twin", str(source)) and not Path(source).exists() and twin.exists() else source
 
 
-def _check_device(device: str | torch.device | None) -> None:
+def check_device(device: str | torch.device | None) -> None:
     """Refuse a device that is misspelt or not here, before anything is read."""
     try:
         torch.empty(0, device=device)

@@ -23,6 +23,7 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 ANSWER = " {key}"
 KEYS = range(10_000, 100_000)
 HELD_OUT = 11
+SCORED = KEYS[10::HELD_OUT]  # the keys that are divisible by it
 
 
 def train_key(rng: np.random.Generator) -> int:
@@ -35,7 +36,7 @@ def train_key(rng: np.random.Generator) -> int:
 
 def held_out_key(rng: np.random.Generator) -> int:
     """A key that no training document has, all equally likely."""
-    return HELD_OUT * int(rng.integers(-(-KEYS.start // HELD_OUT), -(-KEYS.stop // HELD_OUT)))
+    return SCORED[int(rng.integers(len(SCORED)))]
 
 
 class Passkeys:
@@ -52,10 +53,12 @@ class Passkeys:
     @cached_property
     def shortest(self) -> int:
         """The fewest tokens in which a document can be had, whatever its key."""
-        some = {self._least(key) for key in KEYS[::397]}
-        if len(some) == 1:  # digits cost the same everywhere
-            return some.pop()
-        return max(map(self._least, KEYS))
+        return self.shortest_of(KEYS)
+
+    def shortest_of(self, keys: range) -> int:
+        """The same for some keys: of all 90,000 it takes a while where digits do not cost the same everywhere."""
+        some = {self._least(key) for key in keys[:: max(1, len(keys) // 227)]}
+        return some.pop() if len(some) == 1 else max(map(self._least, keys))
 
     def prompt(self, length: int, depth: float, key: int) -> list[int]:
         """Exactly `length` tokens that end with the question; of the filler, the share `depth` comes before the key."""

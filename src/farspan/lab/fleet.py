@@ -403,16 +403,20 @@ class Lesson:
     def compile(self) -> None:
         """Compile the layer and the update, or say why not and go on without."""
         self.fleet.layer, self.update = _compiled()
+        # Beyond its limit the compiler would go on without compiling, and not say so.
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        before = self.fleet.weights.detach().clone()
         self.state.rates.zero_()
         try:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                self()
+            self()
         except Exception as error:  # a compiler can fail in more ways than it has classes for
             if out_of_memory(error):
                 raise
             name = type(error).__name__
             log.warning("the fleet trains uncompiled, for compiling failed: %s: %s", name, _first(error))
             self.fleet.layer, self.update = over_models, _update
+        with torch.no_grad():
+            self.fleet.weights.copy_(before)
         for moment in (self.state.first, self.state.second, self.state.count):
             moment.zero_()
 

@@ -83,6 +83,16 @@ class Study:
         for name in ("tasks", "encodings", "seeds", "lrs", "scratchpads", "sizes"):
             if not getattr(self, name):
                 raise FarspanError(f"{name} is empty, and so is the study; name at least one")
+        for name in ("tasks", "encodings", "seeds", "lrs", "scratchpads", "scales"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise FarspanError(f"{name} names something twice: {list(getattr(self, name))}; name each once")
+        if min(self.seeds) < 0:
+            raise FarspanError(f"seed {min(self.seeds)} is below 0; choose seeds from 0 on")
+        if min(self.scales, default=1.0) <= 0:
+            raise FarspanError(f"scale {min(self.scales):g} is not above 0; choose scales near 1")
+        for name in ("train_examples", "test_examples", "fleet", "processes"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"{name} is {getattr(self, name)}; give 1 or more")
         for encoding in self.encodings:
             if encoding not in ENCODINGS:
                 near = difflib.get_close_matches(encoding, ENCODINGS, 1)
@@ -199,6 +209,11 @@ def material(study: Study, task: str, scratchpad: str, words: Words) -> Material
         raise FarspanError(
             f"{task} has too few examples of {train[0]} to {train[1]} {find_task(task).counts} to hold some out; "
             "train on more lengths"
+        )
+    if not drawn.beyond:
+        raise FarspanError(
+            f"every example of {task} of {test[0]} to {test[1]} {find_task(task).counts} is trained on or held out, "
+            "and none is left to test; test on longer ones"
         )
     train_rows, held_out, beyond = (as_rows(part, words) for part in drawn)
     lengths = [np.array([example.length for example in part]) for part in (drawn.held_out, drawn.beyond)]

@@ -359,7 +359,8 @@ def splits(
             "show how the task generalises to longer inputs",
             *(task.name, *train, *test),
         )
-    few = {length: task.count(length) * HELD_OUT for length in _existing(task, train)}
+    # No float holds the number of long examples.
+    few = {length: min(task.count(length), 10**15) * HELD_OUT for length in _existing(task, train)}
     held_out = _draw(task, few, test_n, seed, scratchpad, {})
     trained = draw(task, train, train_n, seed, scratchpad=scratchpad, apart_from=held_out)
     beyond = draw(task, test, test_n, seed, scratchpad=scratchpad, apart_from=[*held_out, *trained])

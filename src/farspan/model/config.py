@@ -88,12 +88,17 @@ class FarspanConfig(PreTrainedConfig):
             raise FarspanError(
                 f"hidden_size {self.hidden_size} is no multiple of {self.num_attention_heads} heads; set head_dim"
             )
+        turned = round((self.head_dim or self.hidden_size // self.num_attention_heads) * self.rotary_fraction)
+        if turned % 2 and any(str(entry).startswith("rope") for entry in _listed(self.position)):
+            raise FarspanError(
+                f"rotation turns pairs, and {turned} dimensions of a head are no pairs; choose an even width"
+            )
         if self.mlp not in ("swiglu", "relu"):
             raise FarspanError(f"mlp {self.mlp!r} is unknown; choose swiglu or relu")
 
     def _spell_out_positions(self) -> None:
         """Expand the short form; already expanded values pass unchanged, so a saved config loads as it was."""
-        entries = list(self.position) if isinstance(self.position, list | tuple) else [self.position]
+        entries = _listed(self.position)
         kinds, windows = zip(*(parse_position(entry) for entry in entries), strict=True) if entries else ((), ())
         layers = self.num_hidden_layers
         if not entries or layers % len(entries):
@@ -162,3 +167,7 @@ def parse_position(entry: str) -> tuple[str, int | None]:
     if not window.isdecimal() or int(window) < 1:
         raise FarspanError(f"position {entry!r} has no valid window; write it as {kind}/128")
     return kind, int(window)
+
+
+def _listed(position: str | list[str] | tuple[str, ...]) -> list[str]:
+    return list(position) if isinstance(position, list | tuple) else [position]

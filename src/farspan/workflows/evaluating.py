@@ -25,7 +25,7 @@ from farspan import __version__
 from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.cells import Cells, finish, key_of, sweep
-from farspan.data.passkey import Passkeys
+from farspan.data.passkey import SCORED, Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
 from farspan.errors import FarspanError
 from farspan.evals.commonsense import Commonsense
@@ -409,7 +409,8 @@ def _resolved(subject: Subject, suite: Suite, scope: Scope) -> Scope:
         doubled = [length * 2**power for power in range(20) if length * 2**power < last]
         lengths = _within(subject, (*doubled, last))
         furthest = min(2 * reach, subject.limit or 2 * reach)
-        grid = _within(subject, grid_lengths(furthest, Passkeys(subject.tokenizer).shortest, suite.grid))
+        shortest = Passkeys(subject.tokenizer).shortest_of(SCORED)
+        grid = _within(subject, grid_lengths(furthest, shortest, suite.grid))
         contexts = (reach,)
     _check_limit(subject, (*lengths, *grid))
     return replace(scope, lengths=lengths, grid=grid, contexts=contexts, asked=asked)

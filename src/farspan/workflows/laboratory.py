@@ -59,7 +59,7 @@ from farspan.lab.study import (
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.theorems import Proof, Reading, linear, look_back, prove, read_positions
 from farspan.lab.words import Words
-from farspan.loading import load
+from farspan.loading import check_device, load
 from farspan.memory import in_pieces
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Progress, silent
@@ -109,8 +109,9 @@ def run(
     """
     study, out = read_study(source, changes), Path(out)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    write_text(out / "recipe.toml", to_toml(study))
+    check_device(device)
     bench = _Bench(study, Words(), device, Cells(out, say=say), out, progress, say)
+    write_text(out / "recipe.toml", to_toml(study))
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
     missing = sum(bench.cells.get(key) is None for key in keys.values())
     helpers = min(study.processes, missing) - 1 if torch.device(device).type == "cpu" else 0
@@ -227,7 +228,7 @@ class _Bench:
             if self.study.save:
                 model = fleet.model(index)
                 model.config.max_position_embeddings = found[index].train_length  # and not the whole fleet's
-                save(model, self.words, self.out / "models" / cell.name)
+                save(model, self.words, self.out / "models" / f"{cell.name}-{key[:8]}")
             self.cells.put(key, describe(self.study, cell), result)
 
 

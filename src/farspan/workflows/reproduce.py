@@ -29,7 +29,7 @@ from farspan.diagnosis.knees import Rule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_share
 from farspan.files import sha256_of, weight_files, write_json, write_text
-from farspan.loading import load
+from farspan.loading import check_device, load
 from farspan.methods.headscale import best_uniform
 from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
@@ -139,8 +139,9 @@ def reproduce(
     study, out = read_study(source, changes), Path(out)
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    write_text(out / "recipe.toml", to_toml(study))
+    check_device(device)
     store, texts = Cells(out, say=say), Texts(study)
+    write_text(out / "recipe.toml", to_toml(study))
     found: dict[Cell | Grid, dict[str, Any]] = {}
 
     def work(item: Cell | Grid, folder: Path) -> dict[str, Any]:
