@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from shapes import SHAPE, SMALL
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -32,27 +33,6 @@ from farspan.evals.passkey import Passkey, grid_lengths
 from farspan.evals.perplexity import Perplexity, Text
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compiled_layers
-
-SHAPE = dict(
-    vocab_size=32_000,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=22,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-)
-SMALL = dict(
-    vocab_size=4096,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
 
 
 def twice(shape: dict, device: str) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from shapes import SHAPE, SMALL
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,27 +30,6 @@ from farspan.attention.scales import Scales
 from farspan.methods.headscale import Scaled
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compile_layers
-
-SHAPE = dict(
-    vocab_size=32_000,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=22,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-)
-SMALL = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
 
 
 def ours(shape: dict, device: str, dtype: torch.dtype) -> tuple[Callable[[Tensor], None], nn.Parameter]:

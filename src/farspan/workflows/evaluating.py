@@ -46,7 +46,7 @@ from farspan.record import write_record
 from farspan.report import figures
 from farspan.train.sharding import processes
 from farspan.workflows.extending import in_exact_numbers
-from farspan.workflows.generating import longest
+from farspan.workflows.inspection import longest
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import NO_PASSKEYS, PASSKEYS
 

@@ -29,7 +29,7 @@ from farspan.formats.stock import to_stock
 from farspan.loading import Loaded, load, load_base
 from farspan.model import FarspanForCausalLM
 from farspan.record import write_record
-from farspan.workflows.generating import longest
+from farspan.workflows.inspection import longest
 from farspan.workflows.inspection import train_length as trained_on
 
 TOKENS = 256  # compared inside the training length, and as many right after it

@@ -40,8 +40,7 @@ from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.train.sharding import processes
-from farspan.workflows.generating import longest
-from farspan.workflows.inspection import scaled_by_default
+from farspan.workflows.inspection import longest, scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
 
 BEYOND = 1.125  # the search reads a little beyond the target, as paper A's 18K for 16K

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
 
-from farspan.attention.probe import probe
 from farspan.errors import FarspanError
 from farspan.loading import load, quiet
+from farspan.workflows.inspection import longest
 
 
 def read_prompt(file: Path) -> str:
@@ -94,13 +94,3 @@ def _pieces(model: PreTrainedModel, tokenizer, options: dict) -> Iterator[str]:
 
 def _all(ids: torch.Tensor, value: bool) -> torch.Tensor:
     return torch.full((len(ids),), value, device=ids.device)
-
-
-def longest(model: PreTrainedModel) -> int | None:
-    """How many positions a model can be asked about: the rows of a learned table; None where nothing ends."""
-    try:
-        learned = any(layer.position == "learned" for layer in probe(model))
-    except FarspanError:  # off the attention interface, so it cannot be asked
-        return None
-    config = model.config.get_text_config()
-    return (getattr(config, "position_table", None) or config.max_position_embeddings) if learned else None

@@ -204,6 +204,16 @@ def train_length(config: PreTrainedConfig) -> int | None:
     return rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
 
 
+def longest(model: PreTrainedModel) -> int | None:
+    """How many positions a model can be asked about: the rows of a learned table; None where nothing ends."""
+    try:
+        learned = any(layer.position == "learned" for layer in probe(model))
+    except FarspanError:  # off the attention interface, so it cannot be asked
+        return None
+    config = model.config.get_text_config()
+    return (getattr(config, "position_table", None) or config.max_position_embeddings) if learned else None
+
+
 def scaled_by_default(layers: Sequence[Layer]) -> tuple[int, ...]:
     """The layers that scales go to: those without positions, for they get distracted; all, where there are none."""
     without = tuple(layer.index for layer in layers if layer.position == "none")
