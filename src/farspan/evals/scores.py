@@ -92,11 +92,12 @@ def bootstrap(
 
 def _stretch(n: int) -> float:
     """How much wider than percentiles an interval of n has to be: √(n/(n−1)), for what is drawn again spreads less than
-    what it is drawn from, times Student's t over the normal's 1.96, by its series in 1/(n−1)."""
+    what it is drawn from, times Student's t over the normal's 1.96."""
+    from scipy.special import ndtri, stdtrit
+
     if n == 1:
         return 1.0
-    t = sum(term / (n - 1) ** power for power, term in enumerate((1.959964, 2.3723, 2.8225, 2.5556, 1.5895)))
-    return math.sqrt(n / (n - 1)) * t / 1.959964
+    return math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, 0.975) / ndtri(0.975))
 
 
 def wilson(hits: float, n: int) -> tuple[float, float, float]:
