@@ -166,6 +166,17 @@ def test_the_constraint_holds_at_every_step_on_the_optimised_parameter(method, m
     assert torch.equal(patch.scales.base, seen[-1]["base"])
 
 
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_without_the_constraint_scales_stay_above_zero(method):
+    """With steps this large a free search goes through 0, where no patch could hold its scales."""
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    scales = method(model, job, replace(QUICK, steps=10, constraint=False, lr=(5.0,), init=1.0)).scales
+    ends = scales.at(torch.tensor([1.0, job.target]))
+    assert 0 < float(ends.min()) < 0.1
+    assert float(ends.max()) > 2
+
+
 @pytest.mark.parametrize(("sharper", "bears"), [(1.0, True), (300.0, False)])
 def test_bf16_is_used_where_it_gives_the_gradient_of_float32(sharper, bears):
     """Queries that make scores of many thousands turn the gradient of a scale to noise; the search must notice."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 import farspan
 from farspan.data.documents import read_documents
 from farspan.data.passkey import Passkeys, held_out_key
+from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
 from farspan.loading import TWINS
 from farspan.model import FarspanForCausalLM
 from farspan.model.loss import token_losses
 from farspan.recipe import from_toml, to_toml
+from farspan.train import corpus
 from farspan.train.checkpoint import check_manifest
 from farspan.train.pretrain import Pretraining, flops_per_token, matrix_weights
 from farspan.workflows.pretraining import SHELF, estimate, pretrain, read_recipe
@@ -170,6 +173,24 @@ def test_the_command_trains_and_tells(tiny, tmp_path):
     assert "a recipe has no key train.stpes; the nearest is train.steps" in wrong.stderr
     assert "Traceback" not in wrong.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_runs_that_begin_together_share_a_cache(tiny, monkeypatch):
+    """Whoever comes second to the tokenizer and the packed tokens waits for them, and finds them."""
+    made = []
+
+    def slowly(*given):
+        made.append(1)
+        time.sleep(0.5)
+        return train_tokenizer(*given)
+
+    monkeypatch.setattr(corpus, "train_tokenizer", slowly)
+    recipe = read_recipe(str(tiny))
+    with ThreadPoolExecutor(2) as both:
+        runs = [both.submit(corpus.prepare, recipe.data, 200, 0) for _ in range(2)]
+        rows = [run.result().mixture.row(0) for run in runs]
+    assert made == [1]
+    assert rows[0].tolist() == rows[1].tolist()
 
 
 def test_torchrun_is_the_same_command(tiny, tmp_path):

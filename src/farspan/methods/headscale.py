@@ -6,6 +6,7 @@ The constraint a ≥ 1, b ≥ 0 is a projection of the very float32 numbers that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from farspan.train.optim import Optimization, with_rates
 from farspan.train.sharding import data_parallel
 from farspan.train.steps import Work
 
+POSITIVE = 0.01  # λ̂ of a search without the constraint; below 0 a head would attend to what it had least use for
 FAITHFUL = 0.99  # cosine to the gradient in float32
 
 
@@ -114,11 +116,12 @@ class Scaled(nn.Module):
         return float(torch.cosine_similarity(exact, rounded, dim=0)) > FAITHFUL
 
     @torch.no_grad()
-    def project(self) -> None:
-        """λ̂ ≥ 1 at every number of keys."""
-        self.base.clamp_(min=1.0)
+    def project(self, constraint: bool, length: int) -> None:
+        """λ̂ ≥ 1 at every number of keys; without the constraint λ̂ > 0, at up to so many."""
+        self.base.clamp_(min=1.0 if constraint else POSITIVE)
         if self.slope is not None:
-            self.slope.clamp_(min=0.0)
+            falling = (POSITIVE - self.base) / math.log(length / self._start.length)
+            self.slope.clamp_(min=torch.zeros_like(falling) if constraint else falling)
 
 
 def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales, lr: float) -> Scales:
@@ -133,7 +136,7 @@ def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start
         with_rates([optimizer]),
         job.batches(search.batch, search.micro_batch, model.device),
         tokens=search.batch * (job.search.shape[1] - 1),
-        after_step=scaled.project if search.constraint else lambda: None,
+        after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
     )
     plan = Plan(search.steps, job.seed, how, save_every=search.save_every, log_every=1)
     advance = job.progress(f"{method} lr {lr:g}", search.steps)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from farspan.data.documents import Document, read_documents
@@ -58,12 +59,13 @@ class Prepared:
 def prepare(data: Data, length: int, seed: int, start: str = "", progress: Progress = silent) -> Prepared:
     """Tokenizer and packed data for rows of `length` tokens, from the cache where they are there already.
 
-    start: a model folder whose tokenizer is taken. With several processes the first one does the work and the others
-    find it done.
+    start: a model folder whose tokenizer is taken. With several processes, of one run or of several that share the
+    cache, the first one does the work and the others find it done.
     """
     files = {name: find_files(data, name) for name in data.sources}
     cache = Path(data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
-    with processes().main_process_first():
+    cache.mkdir(parents=True, exist_ok=True)
+    with processes().main_process_first(), FileLock(cache / "lock"):
         tokenizer = _tokenizer(data, data.tokenizer or start, files, cache)
         shards = {
             name: _packed(name, paths, tokenizer, cache, data.processes or os.cpu_count() or 1, progress)
