@@ -12,8 +12,9 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.report.study import losses, report
 from farspan.workflows import reproduce as studies
-from farspan.workflows.reproduce import Study, cells, read_study, reproduce, table
+from farspan.workflows.reproduce import Study, cells, read_study, reproduce, so_far
 
 
 @pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])
@@ -83,9 +84,48 @@ def test_a_study_measures_every_cell_once_and_goes_on(tiny):
     more = reproduce(source, ["report_windows=3"], out, say=said.append)
     assert len(said) == 5, "what is measured otherwise is measured anew"
     assert more[0]["loss"] != again[0]["loss"]
-    text = table(again, "books_val")
-    assert text.count("\n") == 4
-    assert " ± " in text.splitlines()[-1]
+    _, rows = losses(again, "books_val")
+    assert [row[1] for row in rows] == ["none", "uniform", "headscale:search.init=1.2"]
+    assert ["±" in row[3] for row in rows] == [False, False, True], "seeds are averaged, with their spread"
+
+
+def test_a_study_shows_what_is_finished(tiny):
+    source, out = str(tiny / "study.toml"), tiny / "out"
+    with pytest.raises(FarspanError, match=r"out holds no result of this study; run it first"):
+        so_far(source, [], out)
+    results = reproduce(source, [], out)
+    written = {path: path.read_bytes() for path in (out / "results.json", out / "tables.md")}
+    assert {path.name for path in out.glob("*.png")} == {"loss.png", "scales.png"}
+    assert so_far(source, [], out) == results
+    assert written == {path: path.read_bytes() for path in written}
+    next(file for file in out.glob("cells/*.json") if '"method": "uniform"' in file.read_text()).unlink()
+    assert so_far(source, [], out) == [found for found in results if found["method"] != "uniform"]
+
+
+def test_scales_and_entropies_are_ranked_within_their_own_layer():
+    """Of two layers the second alone is scaled; its heads' λ̂ fall as their entropy rises."""
+    measured = {
+        "train_length": 4,
+        "positions": [2, 4, 6, 8],
+        "loss": {"text": [1.0, 1.0, 2.0, 3.0]},
+        "entropy": [0.5, 1.0, 1.5, 2.0],
+        "passkey": {"4": 1.0, "8": 0.25},
+        "loss_knee": 6,
+        "entropy_knee": None,
+    }
+    cell = measured | {
+        "model": "m",
+        "method": "headscale",
+        "factor": 2,
+        "seed": 0,
+        "target": 8,
+        "scales": [[1.5, 1.2, 1.1]],
+        "patch": {"scales": {"layers": [1]}},
+        "entropy_of_heads": {"0": [1.0, 2.0, 3.0], "1": [0.5, 0.7, 2.5]},
+    }
+    text = report([cell], [])
+    assert "| m | headscale | 2× | 1.00 | 1.00 | 3.00 | 1.00/.25 |" in text
+    assert "| m | headscale | 2× | 1.27 (1.10–1.50) | 6 | none | 2.00 | -1.00 |" in text
 
 
 def test_processes_share_a_study(tiny):

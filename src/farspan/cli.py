@@ -224,24 +224,27 @@ def reproduce(
     changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As folder=path/to/data.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Its folder; runs/STUDY unless given.")] = None,
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    so_far: Annotated[bool, typer.Option("--so-far", help="Show what is finished, and measure nothing.")] = False,
 ):
     """Run a whole study: train or find its models, fit every method, measure all alike. Stopped, it goes on."""
     from farspan.progress import bars
     from farspan.workflows import reproduce as studies
 
     folder = out or Path("runs") / Path(study).stem
-    with bars() as progress:
-        results = studies.reproduce(
-            study,
-            changes or [],
-            folder,
-            device=device,
-            progress=progress,
-            say=lambda text: out_console.print(text, soft_wrap=True, markup=False),
-        )
-    for text in results[0]["loss"]:
-        out_console.print(f"\n{text}, loss in nats\n")
-        out_console.print(studies.table(results, text), soft_wrap=True, markup=False)
+    if so_far:
+        studies.so_far(study, changes or [], folder)
+    else:
+        with bars() as progress:
+            studies.reproduce(
+                study,
+                changes or [],
+                folder,
+                device=device,
+                progress=progress,
+                say=lambda text: out_console.print(text, soft_wrap=True, markup=False),
+            )
+    out_console.print((folder / "tables.md").read_text(encoding="utf-8"), soft_wrap=True, markup=False)
+    out_console.print(f"[dim]tables, results and figures in[/] {folder}")
 
 
 @app.command("eval")

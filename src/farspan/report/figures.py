@@ -168,6 +168,64 @@ def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) ->
     return figure
 
 
+def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
+    """A study: loss by position under each method, one row a model, one column a target; seeds averaged. Variants of a
+    method, which differ little, are left to the tables. (Paper A, Figures 2 and 4)"""
+    shown = [cell for cell in cells if ":" not in cell["method"]]
+    models = list(dict.fromkeys(cell["model"] for cell in shown))
+    factors = sorted({cell["factor"] for cell in shown} - {1}) or [1]
+    names = list(dict.fromkeys(cell["method"] for cell in shown))
+    every = [{"color": INK, "ls": "-"}, *({"color": c, "ls": dashes} for dashes in ("-", "--", ":") for c in COLOURS)]
+    looks = dict(zip(names, every, strict=False))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(3.4 * len(factors) + 0.6, 2.7 * len(models) + 0.6), layout="constrained")
+        grid = figure.subplots(len(models), len(factors), sharex=True, sharey="row", squeeze=False)
+        for panels, model in zip(grid, models, strict=True):
+            for axes, factor in zip(panels, factors, strict=True):
+                for name in names:
+                    group = [
+                        c for c in shown if (c["model"], c["method"]) == (model, name) and c["factor"] in (1, factor)
+                    ]
+                    if group:
+                        loss = np.mean([next(iter(cell["loss"].values())) for cell in group], axis=0)
+                        smooth = np.convolve(np.pad(loss, 2, mode="edge"), np.ones(5) / 5, "valid")
+                        axes.plot(group[0]["positions"], smooth, lw=1.5, **looks[name])
+                length = group[0]["train_length"] if group else shown[0]["train_length"]
+                _mark_training(axes, {length}, label=factor == factors[0])
+                axes.axvspan(length, factor * length, color=FAINT, alpha=0.15, lw=0)
+                axes.set_title(f"{model}, to {factor}×" if factor > 1 else model, loc="left")
+                _positions(axes, round(max(shown[0]["positions"])))
+            panels[0].set_ylabel("loss (nats)")
+        for axes in grid[-1]:
+            axes.set_xlabel("position (tokens)")
+        lines = [mpl.lines.Line2D([], [], lw=1.8, **look) for look in looks.values()]
+        told = ["as trained" if name == "none" else name for name in names]
+        figure.legend(lines, told, loc="outside upper left", ncols=len(names), fontsize=9)
+    return figure
+
+
+def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:
+    """The best λ̂ at each position and the fit 1 + slope · ln s, s in training lengths. (Paper A, Figure 7)"""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        axes = figure.subplots()
+        for number, grid in enumerate(grids):
+            positions, colour = np.array(grid["positions"]), COLOURS[number % len(COLOURS)]
+            times = 8 * positions / (positions[-1] + positions[0])  # middles of bins, which span eight lengths
+            beyond = times >= 1
+            label = f"{grid['model']}, {grid['checkpoint']}: 1 + {grid['slope']:.3f}·ln s, R² {grid['r2']:.3f}"
+            axes.plot(times, grid["best"], "o", ms=3.5, color=colour, alpha=0.7, mew=0)
+            axes.plot(times[beyond], 1 + grid["slope"] * np.log(times[beyond]), color=colour, lw=1.8, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(0.25, 8.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
+        axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=0)
+        axes.set_xlabel("position, in training lengths")
+        axes.set_ylabel("best λ̂")
+        axes.legend(loc="upper left", fontsize=9)
+    return figure
+
+
 def training(metrics: Sequence[dict[str, Any]], title: str) -> Figure:
     """Training loss by tokens seen, smoothed over raw."""
     tokens = np.array([entry["tokens"] for entry in metrics]) / 1e6

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
 from farspan.progress import Progress, silent
 from farspan.recipe import changed, load_recipe, to_toml
+from farspan.report.figures import Figure, best_scales, losses_of_methods, save
+from farspan.report.study import line_of, report
 from farspan.train.corpus import find_files
 from farspan.workflows.extending import BEYOND, METHODS, Extension, fit_in_turn, in_exact_numbers
 from farspan.workflows.inspection import scaled_by_default
@@ -132,7 +134,8 @@ def reproduce(
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Run what is missing of a study; returns the results of all its cells, which `out`/results.json holds too.
+    """Run what is missing of a study; returns the results of all its cells. `out` gets them as results.json, tables.md
+    and figures.
 
     Any number of processes may be given the same study and folder: each trains or measures what nobody is at.
     """
@@ -165,10 +168,34 @@ def reproduce(
             found |= {todo[key][0]: result for key, result in done.items()}
         if len(found) == before:
             time.sleep(WAIT)
-    results = [found[item] for item in items]
-    split = len(cells(study))
-    write_json(out / "results.json", {"cells": results[:split], "grids": results[split:]})
-    return results[:split]
+    return _written(items, found, out)
+
+
+def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, Any]]:
+    """The results that the folder of a study holds, and nothing more is measured."""
+    study, out = read_study(source, changes), Path(out)
+    items: list[Cell | Grid] = [*cells(study), *grids(study)]
+    found: dict[Cell | Grid, dict[str, Any]] = {}
+    for file in out.glob("cells/*.json"):
+        result = Cells(out).get(file.stem)
+        if result is not None:
+            kind = Grid if "checkpoint" in result else Cell
+            found[kind(**{each.name: result[each.name] for each in fields(kind)})] = result
+    if not any(item in found for item in cells(study)):
+        raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
+    return _written(items, found, out)
+
+
+def _written(items: list[Cell | Grid], found: dict[Cell | Grid, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """Results in their order, as JSON, tables and figures."""
+    measured = [found[item] for item in items if isinstance(item, Cell) and item in found]
+    laws = [found[item] for item in items if isinstance(item, Grid) and item in found]
+    write_json(out / "results.json", {"cells": measured, "grids": laws})
+    write_text(out / "tables.md", report(measured, laws))
+    figures: dict[str, Figure] = {"loss": losses_of_methods(measured)} | ({"scales": best_scales(laws)} if laws else {})
+    for name, figure in figures.items():
+        save(figure, out / name)
+    return measured
 
 
 def _described(study: Study, item: Cell | Grid, folder: Path) -> dict[str, Any]:
@@ -246,7 +273,7 @@ def _run(texts: Texts, cell: Cell, folder: Path, device: str, progress: Progress
         if patch.scales is not None:
             target = torch.tensor([float(patch.target)])
             found["scales"] = patch.scales.at(target)[..., 0].round(decimals=4).tolist()  # [layers, heads], there
-    found |= _measured(texts, cell.model, model, tokenizer, length)
+    found |= _measured(texts, cell, model, tokenizer, length)
     return found
 
 
@@ -290,23 +317,25 @@ def _fit(
 
 
 def _measured(
-    texts: Texts, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int
+    texts: Texts, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int
 ) -> dict[str, Any]:
-    """Loss and entropy by position on every text, knees, and passkeys at every doubling."""
+    """Loss and entropy by position on every text, each head's entropy before the target, knees, and passkeys at every
+    doubling."""
     study = texts.study
     reach = length * study.report_factor
     bins = BINS_INSIDE * study.report_factor
     found: dict[str, Any] = {"loss": {}, "passkey": {}}
     for file in study.report:
-        ids = texts.windows(file, name, tokenizer, reach, study.report_windows)
+        ids = texts.windows(file, cell.model, tokenizer, reach, study.report_windows)
         curves = measure(model, ids, bins=bins)
         found["loss"][file.partition(".")[0]] = curves.loss.round(4).tolist()
         if file == study.report[0]:
             found["positions"] = curves.positions.round(1).tolist()
             found["entropy"] = curves.entropy.round(4).tolist()
-            last = slice(-bins // 8, None)
+            target = BINS_INSIDE * min(cell.factor, study.report_factor)
+            near = slice(target - BINS_INSIDE // 4, target)
             found["entropy_of_heads"] = {
-                str(layer): table[:, last].mean(1).round(4).tolist() for layer, table in curves.heads.items()
+                str(layer): table[:, near].mean(1).round(4).tolist() for layer, table in curves.heads.items()
             }
             found["loss_knee"] = find_knee(curves.positions, curves.loss, length, Rule(), rising=False)
             found["entropy_knee"] = find_knee(curves.positions, curves.entropy, length, Rule(), rising=True)
@@ -330,45 +359,3 @@ def _grid(texts: Texts, item: Grid, folder: Path, device: str, progress: Progres
     tables = {key: np.asarray(getattr(grid, key)).round(4).tolist() for key in ("values", "loss", "positions", "best")}
     law = {"slope": grid.slope, "interval": list(grid.interval), "r2": grid.r2}
     return {**asdict(item), **law, **tables}
-
-
-def at(found: dict[str, Any], text: str, mark: int) -> float:
-    """The mean loss over the quarter of the training length before a position."""
-    positions, loss = np.array(found["positions"]), np.array(found["loss"][text])
-    near = (positions > mark - found["train_length"] / 4) & (positions <= mark)
-    return float(loss[near].mean())
-
-
-def marks_of(found: dict[str, Any]) -> list[int]:
-    length, reach = found["train_length"], round(max(found["positions"]))
-    return [length // 2, *(length * 2**power for power in range(20) if length * 2**power <= reach + length)]
-
-
-def line_of(found: dict[str, Any]) -> str:
-    """One cell in one line: loss on the first text, passkeys."""
-    text = next(iter(found["loss"]))
-    losses = "  ".join(f"{at(found, text, mark):.3f}" for mark in marks_of(found))
-    keys = " ".join(f"{share:.2f}" for share in found["passkey"].values())
-    return f"{found['model']:16} {found['method']:28} ×{found['factor']} s{found['seed']}  {losses}   {keys}"
-
-
-def table(results: list[dict[str, Any]], text: str) -> str:
-    """All cells as Markdown, seeds averaged with their spread."""
-    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for found in results:
-        groups.setdefault((found["model"], found["method"], found["factor"]), []).append(found)
-    first = results[0]
-    head = ["model", "method", "for", *(str(mark) for mark in marks_of(first)), "passkey " + "/".join(first["passkey"])]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for (model, method, factor), group in groups.items():
-        at_marks = [[at(found, text, mark) for found in group] for mark in marks_of(group[0])]
-        losses = [f"{np.mean(values):.2f}{_spread(values)}" for values in at_marks]
-        shares = np.mean([list(found["passkey"].values()) for found in group], axis=0)
-        keys = "/".join(f"{share:.2f}".removeprefix("0") for share in shares)
-        lines.append(f"| {model} | {method} | {f'{factor}×' if factor > 1 else ''} | {' | '.join(losses)} | {keys} |")
-    return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> str:
-    """Half the range over seeds."""
-    return f" ± {np.ptp(values) / 2:.2f}" if len(values) > 1 else ""
