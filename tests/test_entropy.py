@@ -234,12 +234,12 @@ def test_a_fused_backend_computes_the_same_and_profiles_on_the_way(name: str, wi
     with tritonlike.installed() as kernels, seam.using(model, fused.fused(model)):
         if with_kernels:  # as on a device, where plain causal calls go to the kernels
 
-            def kernels_for(scores: Scores, v: torch.Tensor | None = None):
+            def those(scores: Scores, v: torch.Tensor | None = None):
                 fits = v is not None and scores.plain and v.shape[-1] == scores.q.shape[-1]
                 used.append(fits)
                 return kernels if fits else None
 
-            monkeypatch.setattr(entropies, "_kernels_for", kernels_for)
+            monkeypatch.setattr(entropies, "kernels_for", those)
             monkeypatch.setattr(kernels, "SMALL", kernels.Tiles(16, 16, 4, 2))
         logits = model(tokens(), use_cache=False).logits
     assert (logits - expected).abs().max() < 1e-5

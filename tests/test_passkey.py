@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 import farspan
+import tritonlike
 from families import FAMILIES, OURS, tokens
 from farspan.attention import seam
 from farspan.attention.patch import set_rope
@@ -154,6 +155,22 @@ def test_attention_without_the_mask_is_attention_with_it(family, monkeypatch):
     with seam.using(model, attend_lower_right):
         _, quick = branched(model, rows, 6)
     assert torch.allclose(own, quick, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@torch.no_grad()
+def test_our_kernel_sees_what_the_mask_shows(heads, monkeypatch):
+    """In bf16 on a GPU the last queries go through our own kernel; here its source runs on the CPU."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, n, t, 16).bfloat16() for n, t in ((4, 11), (heads, 30), (heads, 30)))
+    mask = torch.ones(11, 30, dtype=torch.bool).tril(19)
+    repeated = (part.repeat_interleave(4 // heads, 1).float() for part in (key, value))
+    exact = torch.nn.functional.scaled_dot_product_attention(query.float(), *repeated, mask, scale=0.3)
+    with tritonlike.installed() as kernels:
+        monkeypatch.setattr(passkey, "kernels_for", lambda scores, v: kernels)
+        monkeypatch.setattr(kernels, "SMALL", kernels.Tiles(16, 16, 4, 2))
+        found, _ = attend_lower_right(None, query, key, value, mask[None, None], scaling=0.3)
+    assert torch.allclose(found.float().transpose(1, 2), exact, atol=0.02)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "default"])

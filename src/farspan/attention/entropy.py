@@ -122,13 +122,13 @@ def entropy(scores: Scores, *, every: int = 1, variance: bool = False) -> Entrop
 
     >>> entropy(Scores(q, k, scaling=0.125)).nats.mean()
     """
-    kernels = _kernels_for(scores)
+    kernels = kernels_for(scores)
     if kernels is not None:
         return kernels.entropy(scores, every=every, variance=variance)
     return chunked_entropy(scores, every=every, variance=variance)
 
 
-def _kernels_for(scores: Scores, v: Tensor | None = None) -> Any:
+def kernels_for(scores: Scores, v: Tensor | None = None) -> Any:
     """The Triton kernels, if they can compute this call here."""
     if not (scores.q.is_cuda and scores.plain):
         return None
@@ -236,7 +236,7 @@ class EntropyByPosition:
         def attend(module, query, key, value, attention_mask, **options):
             call = as_call(layers[module], module, query, key, value, attention_mask, options)
             scores = Scores.of(call)
-            kernels = _kernels_for(scores, call.v)
+            kernels = kernels_for(scores, call.v)
             if kernels is None:
                 self(call)
                 return own_backend(module)(module, query, key, value, attention_mask, **options)

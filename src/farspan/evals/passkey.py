@@ -21,11 +21,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer
 
 from farspan.attention import seam
+from farspan.attention.entropy import Scores, kernels_for
 from farspan.attention.patch import forget_lengths
 from farspan.data.passkey import Passkeys, held_out_key
 from farspan.errors import FarspanError
 from farspan.evals.scores import Cell, Sample, Score, wilson
 from farspan.memory import in_pieces
+from farspan.model.fast import quick_attention
 from farspan.model.loss import ending_logits
 
 NAME = "passkey"
@@ -117,7 +119,7 @@ class Passkey:
         def some(start: int, stop: int) -> None:
             said[start:stop] = likeliest(model, rows[start:stop, begun.shared :], count, begun.branch(stop - start))
 
-        with begun.attending():
+        with quick_attention() if model.device.type == "cuda" else nullcontext(), begun.attending():
             in_pieces(len(rows), 1 if model.device.type == "cpu" else self.batch, some)
         return said
 
@@ -185,16 +187,23 @@ class Beginning:
 
 
 def attend_lower_right(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
-    """Causal attention of the last queries to all keys: what their mask says too, by the flash kernel, which takes
-    none. Layers that do more than that are left to the model's own backend."""
+    """Causal attention of the last queries to all keys: what their mask says too, by kernels that take none. cuDNN has
+    none such, and ours is nearly as fast as it is; torch's, by flash attention, is not. Layers that do more than that
+    are left to the model's own backend."""
     special = ("bias", "position_bias", "sliding_window", "s_aux", "softcap")
     plain = all(kwargs.get(name) is None for name in special) and key.shape[-1] == value.shape[-1]
     grouped = query.shape[1] != key.shape[1]
     slow = grouped and query.dtype == torch.float32  # it has no flash kernel, and the next takes no grouped heads
     if attention_mask is None or slow or not plain:
         return seam.own_backend(module)(module, query, key, value, attention_mask, **kwargs)
-    place: Any = causal_lower_right(query.shape[2], key.shape[2])
-    output = F.scaled_dot_product_attention(query, key, value, place, scale=kwargs.get("scaling"), enable_gqa=grouped)
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    scores = Scores(query, key, scaling)
+    kernels = kernels_for(scores, value)
+    if kernels is not None and query.element_size() == 2:
+        output, _ = kernels.attention(scores, value)
+    else:
+        place: Any = causal_lower_right(query.shape[2], key.shape[2])
+        output = F.scaled_dot_product_attention(query, key, value, place, scale=scaling, enable_gqa=grouped)
     return output.transpose(1, 2).contiguous(), None
 
 
