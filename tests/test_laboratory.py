@@ -36,7 +36,7 @@ from farspan.lab.study import (
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words
 from farspan.workflows import laboratory
-from farspan.workflows.laboratory import SHELF, as_tokenizer, compare, dump, estimate, read_study, run, theorems
+from farspan.workflows.laboratory import SHELF, as_tokenizer, compare, dump, estimate, read_study, run, so_far, theorems
 
 RECIPES = sorted(path.stem for path in SHELF.glob("*.toml"))
 SMALL = """
@@ -107,6 +107,18 @@ def test_what_a_study_leaves_behind(done):
     assert (out / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     assert read_study(str(out / "recipe.toml")) == read_study(str(done / "small.toml"))
     assert "learnt their task" in (out / "tables.md").read_text()
+
+
+def test_a_study_shows_what_is_finished(done, tmp_path):
+    source, out = str(done / "small.toml"), tmp_path / "out"
+    with pytest.raises(FarspanError, match="out holds no result of this study; run it first"):
+        so_far(source, [], out)
+    assert not out.exists()
+    (out / "cells").mkdir(parents=True)
+    for file in sorted((done / "out" / "cells").glob("*.json"))[:5]:
+        (out / "cells" / file.name).write_bytes(file.read_bytes())
+    assert so_far(source, [], out).learnt[1] <= 5
+    assert 0 < len(json.loads((out / "record.json").read_text())["cells"]) <= 5
 
 
 def test_a_saved_model_is_a_model_like_any_other(done):

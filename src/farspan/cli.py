@@ -389,6 +389,7 @@ def lab_run(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Its folder; runs/RECIPE unless given.")] = None,
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
+    so_far: Annotated[bool, typer.Option("--so-far", help="Show what is finished, and train nothing.")] = False,
     as_json: AsJson = False,
 ):
     """Train a study's models, ask them inside and beyond the lengths they know, rank encodings. Stopped, it goes on."""
@@ -399,15 +400,18 @@ def lab_run(
         show_lab_estimate(laboratory.estimate(laboratory.read_study(recipe, changes or []), device), as_json)
         return
     folder = out or Path("runs") / Path(recipe).stem
-    with bars() as progress:
-        found = laboratory.run(
-            recipe,
-            changes or [],
-            folder,
-            device=device,
-            progress=progress,
-            say=lambda text: None if as_json else out_console.print(text, soft_wrap=True, markup=False),
-        )
+    if so_far:
+        found = laboratory.so_far(recipe, changes or [], folder)
+    else:
+        with bars() as progress:
+            found = laboratory.run(
+                recipe,
+                changes or [],
+                folder,
+                device=device,
+                progress=progress,
+                say=lambda text: None if as_json else out_console.print(text, soft_wrap=True, markup=False),
+            )
     if as_json:
         ranks = {rank.encoding: rank.reciprocal for rank in found.ranks}
         told = {"learnt": found.learnt[0], "models": found.learnt[1], "mean_reciprocal_rank": ranks}

@@ -85,7 +85,7 @@ def read_study(source: str, changes: Sequence[str] = ()) -> Study:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A study whose every cell is there."""
+    """A study, and what its cells tell."""
 
     entries: list[Entry]
     ranks: list[Rank]
@@ -118,6 +118,18 @@ def run(
     with _helped(helpers, study, out):
         bench.finish(keys)
     results = {cell: bench.cells.get(key) or {} for cell, key in keys.items()}
+    return _told(study, results, out)
+
+
+def so_far(source: str, changes: Sequence[str], out: str | Path) -> Finished:
+    """The same of what is finished; nothing is trained."""
+    study, out = read_study(source, changes), Path(out)
+    results = {}
+    for cell in cells_of(study) if (out / "cells").is_dir() else []:
+        if (result := Cells(out).get(key_of(describe(study, cell)))) is not None:
+            results[cell] = result
+    if not results:
+        raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
     return _told(study, results, out)
 
 
