@@ -148,6 +148,11 @@ def test_other_families_are_looked_at_as_well():
     assert np.isfinite(ablation(llama, [ids], layers=1)).all()
 
 
+def test_one_head_has_no_legacy_pair(ids):
+    with pytest.raises(FarspanError, match="a model here has one head"):
+        distances([model(num_attention_heads=1)] * 2, [ids], rule="legacy")
+
+
 def test_models_of_other_depths_are_refused(ids):
     with pytest.raises(FarspanError, match="models of 2 and 3 attention layers"):
         distances([model(), model(num_hidden_layers=3)], [ids])

@@ -280,6 +280,10 @@ def test_a_test_inside_the_training_range_is_warned_of(caplog):
         (lambda: TASKS["scan"].make(23, np.random.default_rng(0)), "no command of scan has 23 actions"),
         (lambda: pcfg.expression(70, np.random.default_rng(0)), "no room in 71 words"),
         (lambda: pcfg.evaluate("copy A1 , B1"), "',' is left over"),
+        (lambda: pcfg.evaluate("append A1 B1"), "a string is missing"),
+        (lambda: pcfg.evaluate("append A1 ,"), "a string is missing"),
+        (lambda: pcfg.evaluate(""), "a string is missing"),
+        (lambda: WORDS.encode("Compute 12 + 3 ?"), "put spaces between words and between digits"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(call, message):
@@ -299,8 +303,8 @@ def test_scan_by_number_of_actions_is_cut_as_in_the_papers():
 
 def test_expressions_of_pcfg_are_of_the_released_size():
     rng = np.random.default_rng(0)
-    for functions in range(1, 36):
-        for _ in range(10):
+    for functions in (*range(1, 36), 44, 57, 69):  # beyond 35 an input has little room for binary functions
+        for _ in range(10 if functions < 36 else 2):
             text, value = pcfg.expression(functions, rng)
             words = text.split()
             assert sum(word in pcfg.UNARY or word in pcfg.BINARY for word in words) == functions

@@ -136,7 +136,7 @@ def test_reading_needs_two_texts():
         read_positions(tiny("none"), torch.zeros(1, 8, dtype=torch.long))
 
 
-def test_the_theorem_is_drawn(tmp_path):
+def test_the_theorem_is_drawn():
     proofs = [prove(linear(64, 0.5)), prove(look_back(64, 3, 1.0))]
     figure = draw_theorem(proofs)
     assert len(figure.axes) == 3

@@ -80,16 +80,16 @@ def distances(
     >>> distances([nope, t5], [ids])[0, 1].nearest
     """
     pairs = [(one, other) for one in range(len(models)) for other in range(one + 1, len(models))]
-    sums: dict[tuple[int, int], Tensor] = {}
+    sums = dict.fromkeys(pairs, torch.zeros((), dtype=torch.float64))
     positions = 0
     for ids in batches:
         seen = [attention(model, ids) for model in models]
-        _check_alike(seen)
+        _check_alike(seen, rule)
         for one, other in pairs:
             found = torch.stack(
                 [_head_pairs(p, q, RULES[rule], budget) for p, q in zip(seen[one], seen[other], strict=True)]
             )
-            sums[one, other] = sums[one, other] + found if (one, other) in sums else found
+            sums[one, other] = sums[one, other] + found
         positions += ids.numel()
     return {pair: Distance((total / positions).numpy(), rule) for pair, total in sums.items()}
 
@@ -107,13 +107,15 @@ def weights(scores: Scores, start: int, stop: int) -> Tensor:
     return scores.rows(start, stop, 1, torch.float32).softmax(-1)[..., :stop]
 
 
-def _check_alike(seen: Sequence[Sequence[Scores]]) -> None:
+def _check_alike(seen: Sequence[Sequence[Scores]], rule: str) -> None:
     depths = sorted({len(layers) for layers in seen})
     if len(depths) > 1:
         raise FarspanError(
             f"models of {' and '.join(map(str, depths))} attention layers cannot be compared layer by layer; "
             "give models of one depth"
         )
+    if rule == "legacy" and any(scores.q.shape[1] == 1 for layers in seen for scores in layers):
+        raise FarspanError("the legacy rule compares heads i < j, and a model here has one head; leave that rule out")
 
 
 def _head_pairs(one: Scores, other: Scores, rule: Rule, budget: int) -> Tensor:
@@ -136,17 +138,10 @@ def mass_by_distance(model: PreTrainedModel, batches: Sequence[Tensor], *, budge
     """How much attention goes so many tokens back, [layers, heads, T]: 0 is the token itself. The mean over the queries
     that can look back that far."""
     longest = max(ids.shape[1] for ids in batches)
-    total: Tensor | None = None
-    queries = torch.zeros(longest, dtype=torch.float64)
+    total = queries = torch.zeros(longest, dtype=torch.float64)
     for ids in batches:
-        layers = attention(model, ids)
-        heads = layers[0].q.shape[1]
-        total = total if total is not None else torch.zeros(len(layers), heads, longest, dtype=torch.float64)
-        for layer, scores in enumerate(layers):
-            total[layer] += _mass(scores, longest, budget)
-        length = ids.shape[1]
-        queries[:length] += len(ids) * torch.arange(length, 0, -1)
-    assert total is not None
+        total = total + torch.stack([_mass(scores, longest, budget) for scores in attention(model, ids)])
+        queries = queries + len(ids) * (ids.shape[1] - torch.arange(longest)).clamp(min=0)
     return (total / queries).numpy()
 
 

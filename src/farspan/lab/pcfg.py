@@ -33,6 +33,7 @@ ARGUMENT = (2, 5)  # symbols in one string
 LONGEST_INPUT = 71  # words, as in the released data
 LONGEST_OUTPUT = 128  # words; of the released examples 31 in 115,166 have more
 BINARY_SHARE = 0.4  # of functions, as in the released data, unless so many would make the input too long
+PATIENCE = 5_000  # draws too long, before fewer binary functions are asked for; 35 functions take about a hundred
 
 
 def evaluate(text: str) -> Symbols:
@@ -42,7 +43,12 @@ def evaluate(text: str) -> Symbols:
     ('C3', 'B2', 'A1', 'D4', 'D4')
     """
     words = iter((*text.split(), ""))
-    value, end = _value(next(words), words)
+    try:
+        value, end = _value(next(words), words)
+    except (StopIteration, ValueError):
+        raise FarspanError(
+            f"{text!r} is no expression of PCFG SET: a string is missing; write f x or f x , y"
+        ) from None
     if end:
         raise FarspanError(f"{text!r} is no expression of PCFG SET: {end!r} is left over; write f x or f x , y")
     return value
@@ -61,6 +67,8 @@ def _value(word: str, words: Iterator[str]) -> tuple[Symbols, str]:
     while word not in (",", ""):
         symbols.append(word)
         word = next(words)
+    if not symbols:
+        raise ValueError
     return tuple(symbols), word
 
 
@@ -71,8 +79,10 @@ def expression(functions: int, rng: np.random.Generator) -> tuple[str, Symbols]:
             f"an expression of {functions} functions has no room in {LONGEST_INPUT} words; "
             f"ask for 1 to {LONGEST_INPUT - ARGUMENT[0]}"
         )
+    tries = 0
     while True:
-        binary = int(rng.binomial(functions, BINARY_SHARE))
+        binary = int(rng.binomial(functions, BINARY_SHARE * 0.5 ** (tries // PATIENCE)))
+        tries += 1
         sizes = rng.integers(ARGUMENT[0], ARGUMENT[1] + 1, size=binary + 1).tolist()
         if functions + binary + sum(sizes) > LONGEST_INPUT:
             continue

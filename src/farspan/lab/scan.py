@@ -12,9 +12,9 @@ VERBS = {"walk": ("I_WALK",), "look": ("I_LOOK",), "run": ("I_RUN",), "jump": ("
 SIDES = {"left": "I_TURN_LEFT", "right": "I_TURN_RIGHT"}
 TIMES = {"twice": 2, "thrice": 3}
 VOCABULARY = (
-    *VERBS,
-    *("turn", *SIDES, "opposite", "around", *TIMES, "and", "after"),
-    *(*(actions[0] for actions in VERBS.values()), *SIDES.values()),
+    *(*VERBS, "turn", *SIDES, "opposite", "around", *TIMES, "and", "after"),
+    *(action for actions in VERBS.values() for action in actions),
+    *SIDES.values(),
 )
 
 

@@ -2,7 +2,8 @@
 
 A step shows its input, the computation, its output, the variables after it, and what of the question remains. One
 machine for each task makes the steps, and the same machine reads them: what a text shows is taken from the text,
-what it leaves out is computed. So every scratchpad can be executed, and a wrong word in it leads to a wrong answer.
+what it leaves out is computed. So every scratchpad can be executed, and a wrong word that later steps build on leads
+to a wrong answer.
 """
 
 from __future__ import annotations
@@ -134,28 +135,24 @@ def parse(text: str) -> tuple[list[Step], str]:
     return [{letter: tuple(each) for letter, each in step.items()} for step in found], " ".join(words[end:])
 
 
-def answer_in(text: str) -> str:
-    """The sentence that tells the answer, without the steps before it; "" where there is none."""
-    start = text.rfind("The answer is")
-    return text[start:] if start >= 0 else ""
-
-
 def run(task: str, question: str, text: str) -> str:
     """The answer that the steps of a text lead to, as a sentence, whatever answer the text itself tells."""
     machine = _machine(task)
     shown, _ = parse(text)
+    if not shown:
+        raise FarspanError("a text without steps cannot be executed; ask for at least one part")
     remaining, variables = machine.begin(tuple(question.split()))
     outputs = []
-    for number, each in enumerate(shown, 1):
-        try:
+    try:
+        for each in shown:
             step = _execute(machine, each, remaining, variables)
-        except (ValueError, IndexError, StopIteration):
-            raise FarspanError(f"step {number} of this {task} scratchpad cannot be executed: {dict(each)}") from None
-        remaining, variables = step["r"], step["v"]
-        outputs.append(step["o"])
-    if not outputs:
-        raise FarspanError("a text without steps cannot be executed; ask for at least one part")
-    return " ".join(("The answer is", *machine.answer(outputs, variables), "."))
+            remaining, variables = step["r"], step["v"]
+            outputs.append(step["o"])
+        answer = machine.answer(outputs, variables)
+    except (ValueError, IndexError, StopIteration):
+        number = min(len(outputs) + 1, len(shown))  # an answer that cannot be read is the last step's
+        raise FarspanError(f"step {number} of this {task} scratchpad cannot be executed: {dict(each)}") from None
+    return " ".join(("The answer is", *answer, "."))
 
 
 def _machine(task: str) -> Machine:
@@ -305,7 +302,7 @@ POLYNOMIAL = Machine(
 
 
 def _in_order(item: Words) -> tuple[int, Words]:
-    """Symbols by name, numbers by value: neither has a leading zero, so fewer digits are less."""
+    """Symbols, of one word, by name; numbers by value: they have no leading zeros, so fewer digits are less."""
     return len(item), item
 
 

@@ -40,6 +40,7 @@ LEARNT = 0.95  # exact match in range, from which on a model knows its task
 SIGHT = 256  # examples by which the length of a task's rows is judged
 NEAR = 2.2  # rows that are so many times longer train in another fleet, for all are padded to the longest
 FORMAT = 1  # of a cell's result
+LONGEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ def parse_range(text: str) -> Range:
     high = high or low
     if not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high):
         raise FarspanError(f"{text!r} is no range of lengths; write the shortest and the longest, as 2:20")
+    if int(high) > LONGEST:
+        raise FarspanError(f"length {high} is more than a model of the laboratory reads; ask for at most {LONGEST}")
     return int(low), int(high)
 
 

@@ -387,7 +387,7 @@ def _draw(
     """n distinct examples, balanced over the lengths, and of each length no more than there is room for."""
     if n < 1 or seed < 0:
         raise FarspanError(f"{n} examples by seed {seed} cannot be drawn; ask for at least 1, and for a seed from 0 on")
-    parts = parse_parts(scratchpad, task.name) if scratchpad else ""
+    parts = "" if scratchpad is None else parse_parts(scratchpad, task.name)
     drawn: list[Example] = []
     for length, quota in _balanced(n, room).items():
         rng = np.random.default_rng((seed, zlib.crc32(task.name.encode()), length))

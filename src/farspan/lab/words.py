@@ -38,7 +38,7 @@ class Words:
             return [self._ids[word] for word in text.split()]
         except KeyError as error:
             raise FarspanError(
-                f"{error.args[0]!r} is no word of any task; words have single spaces between them"
+                f"{error.args[0]!r} is no word of any task; put spaces between words and between digits"
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -421,6 +421,7 @@ def compare(
     loaded = [load(source, device=device) for source in sources]
     models = [each.model for each in loaded]
     if task is not None:
+        _check_words(models, sources)
         batches = _examples(task, lengths, windows)
     else:
         batches = list(cut_windows(read_documents(data), _one_tokenizer(loaded, sources), length, windows).ids.split(1))
@@ -451,6 +452,15 @@ def _one_tokenizer(loaded: Sequence[Any], sources: Sequence[str]) -> Any:
                 "compare models of one tokenizer"
             )
     return loaded[0].tokenizer
+
+
+def _check_words(models: Sequence[Any], sources: Sequence[str]) -> None:
+    for model, source in zip(models, sources, strict=True):
+        if model.config.vocab_size != len(Words()):
+            raise FarspanError(
+                f"{source} has {model.config.vocab_size} tokens and the tasks have {len(Words())} words, so it cannot "
+                "read them; leave --task out, or give models of the laboratory"
+            )
 
 
 def _examples(task: str, lengths: str, count: int) -> list[Tensor]:
