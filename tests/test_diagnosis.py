@@ -286,6 +286,25 @@ def test_the_command_writes_a_record_and_figures(model_folder, tmp_path):
     assert isinstance(again.exception, FarspanError), "what stands there is not replaced"
 
 
+def test_every_column_of_a_grid_has_numbers_at_its_foot():
+    from types import SimpleNamespace
+
+    from farspan.report.figures import heads_by_layer
+
+    positions = np.arange(1.0, 129)
+    curves = SimpleNamespace(positions=positions, length=128, heads={layer: np.ones((2, 128)) for layer in range(6)})
+    found = SimpleNamespace(curves=curves, distracted_heads=[], label="model", train_length=64)
+    panels = heads_by_layer(found).axes
+    assert [axes.xaxis.get_tick_params()["labelbottom"] for axes in panels[:6]] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+
+
 def test_json_has_the_documented_keys(model_folder):
     result = run(str(model_folder), "--lengths", "64:256", "--windows", "1", "--json")
     text = json.loads(result.stdout)

@@ -390,6 +390,13 @@ def test_a_patch_is_held_to_its_base_and_a_missed_gate_exits_3(tiny, tmp_path, m
         (["--lengths", "100k"], "none of the 1 documents of python-docs has 102400 tokens"),
         (["--data", "nowhere.txt"], "'nowhere.txt' is no file, folder or data set"),
         (["--require", "nonsense"], "'nonsense' is no gate"),
+        (
+            ["--beams", "5"],
+            "the suite quick has no use for --beams 5; leave it away, or choose a suite that has: paper,",
+        ),
+        (["--suite", "passkey", "--mode", "yarn"], "the suite passkey has no use for --mode yarn"),
+        (["--suite", "needle", "--sample-windows", "4"], "the suite needle has no use for --sample-windows 4"),
+        (["--suite", "perplexity", "--items", "4"], "the suite perplexity has no use for --items 4"),
     ],
 )
 def test_a_mistake_is_a_sentence(tiny, tmp_path, monkeypatch, capsys, words, sentence):
@@ -464,6 +471,19 @@ def test_models_of_one_name_in_two_places_are_two_in_a_figure():
     found = Evaluated("one/run/model", "quick", scores, Path(), base="two/run/model", base_scores=scores)
     (axes,) = evaluation_figures(found)["perplexity"].axes
     assert len(axes.get_legend_handles_labels()[1]) == 2
+
+
+def test_one_length_alone_makes_figures_that_tell_no_less():
+    scores = [Score("perplexity", "ppl", 512, 18.9, 13.2, 32.6, 1024, {"task": "text"})]
+    for depth in (0.0, 1.0):
+        tags = {"task": "passkey", "depth": depth, "trained_on_passkeys": "yes"}
+        scores.append(Score("passkey", "passkey_at_depth", 512, 1.0, 0.7, 1.0, 2, tags))
+    figures = evaluation_figures(Evaluated("model", "quick", tuple(scores), Path(), train_length=512))
+    (axes,) = figures["perplexity"].axes
+    low, high = axes.get_ylim()
+    assert low < 13.2 < 32.6 < high, "the interval is drawn"
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
+    assert figures["passkey"].axes[0].get_xlabel() == "length (tokens)", "no line is told of where there is none"
 
 
 def test_a_tokenizer_of_another_model_is_a_sentence(tiny, tmp_path):

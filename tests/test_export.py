@@ -436,6 +436,8 @@ def test_nobody_listening_stops_the_model():
         ("nowhere.txt is no file", ["rope-twin", "--prompt-file", "nowhere.txt"]),
         ("0 tokens are none", ["rope-twin", "--prompt", "a", "--tokens", "0"]),
         ("temperature of -1", ["rope-twin", "--prompt", "a", "--temperature", "-1"]),
+        ("a seed of -1 is out of range", ["rope-twin", "--prompt", "a", "--seed", "-1"]),
+        ("a seed of 9{20} is out of range", ["rope-twin", "--prompt", "a", "--seed", "9" * 20]),
         ("has no tokenizer", ["plain", "--prompt", "a"]),
         ("position table of learned ends at 64", ["learned", "--prompt", "a b c", "--tokens", "64"]),
     ],

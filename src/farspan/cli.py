@@ -25,6 +25,7 @@ from farspan.terminal import (
     show_inspection,
     show_lab_estimate,
     show_theorems,
+    size,
     speaks,
 )
 
@@ -117,7 +118,7 @@ def diagnose(
         return
     show_diagnoses(found, asked)
     if out is not None:
-        out_console.print(f"[dim]record and figures in[/] {out}")
+        out_console.print(f"[dim]record and figures in[/] {plain(str(out))}", soft_wrap=True)
 
 
 @app.command()
@@ -214,7 +215,7 @@ def pretrain(
         return
     how = "was trained already" if done.already else "trained"
     out_console.print(
-        f"{how}: {done.steps:,} steps, loss {done.loss:.3f}; the model is in {done.folder}", soft_wrap=True
+        f"{how}: {done.steps:,} steps, loss {done.loss:.3f}; the model is in {plain(str(done.folder))}", soft_wrap=True
     )
 
 
@@ -244,7 +245,7 @@ def reproduce(
                 say=lambda text: out_console.print(text, soft_wrap=True, markup=False),
             )
     out_console.print((folder / "tables.md").read_text(encoding="utf-8"), soft_wrap=True, markup=False)
-    out_console.print(f"[dim]tables, results and figures in[/] {folder}")
+    out_console.print(f"[dim]tables, results and figures in[/] {plain(str(folder))}", soft_wrap=True)
 
 
 @app.command("eval")
@@ -337,7 +338,7 @@ def export(
             f"KL {proof.kl:.2g} nats, same argmax {proof.same_argmax:.1%} of {proof.tokens} tokens",
             soft_wrap=True,
         )
-    out_console.print(f"proven: {format}, {done.bytes / 1e6:.1f} MB in {done.folder}", soft_wrap=True)
+    out_console.print(f"proven: {format}, {size(done.bytes)} in {plain(str(done.folder))}", soft_wrap=True)
 
 
 @app.command()
@@ -473,7 +474,7 @@ def lab_distance(
         )
     show_comparison(found, as_json)
     if out is not None and not as_json:
-        out_console.print(f"[dim]record and figures in[/] {out}")
+        out_console.print(f"[dim]record and figures in[/] {plain(str(out))}", soft_wrap=True)
 
 
 @lab.command("theorems")
@@ -491,7 +492,7 @@ def lab_theorems(
     found = theorems(models or [], data, out, length=length, windows=windows, device=device)
     show_theorems(found, length)
     if out is not None:
-        out_console.print(f"[dim]record and figure in[/] {out}")
+        out_console.print(f"[dim]record and figure in[/] {plain(str(out))}", soft_wrap=True)
 
 
 @app.command()

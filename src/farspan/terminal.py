@@ -34,7 +34,7 @@ def plain(text: str) -> str:
 
 def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption="loss in nats", caption_justify="left")
-    table.add_column("model")
+    table.add_column("model", overflow="fold")
     for length in lengths:
         table.add_column(f"@{length}", justify="right", no_wrap=True)
     for column in ("loss\nknee", "entropy\nknee", "heads\ndistracted", "try\nλ̂"):
@@ -44,7 +44,9 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
         cells = [f"{diagnosis.curves.loss_at(length, min(span, length)):.3f}" for length in lengths]
         knees = [f"{knee:,}" if knee else "none" for knee in (diagnosis.loss_knee, diagnosis.entropy_knee)]
         distracted = f"{len(diagnosis.distracted_heads)} of {diagnosis.heads}"
-        table.add_row(diagnosis.label, *cells, *knees, distracted, f"{diagnosis.suggested_scale:g}")
+        table.add_row(plain(diagnosis.label), *cells, *knees, distracted, f"{diagnosis.suggested_scale:g}")
+    if out_console.measure(table).maximum >= out_console.width:
+        table.padding = (0, 1, 0, 0)  # leaves the names more room
     out_console.print(table)
     out_console.print()
     for diagnosis in found:
@@ -92,7 +94,7 @@ def show_evaluation(found: Evaluated) -> None:
     for verdict in found.verdicts:
         mark = "[green]holds[/]" if verdict.holds else "[red]missed[/]"
         out_console.print(f"{mark}  {plain(verdict.gate)}  [dim]{plain(verdict.told)}[/]", soft_wrap=True)
-    out_console.print(f"[dim]record, samples and figures in[/] {found.folder}", soft_wrap=True)
+    out_console.print(f"[dim]record, samples and figures in[/] {plain(str(found.folder))}", soft_wrap=True)
 
 
 def _tagged(scores: Sequence[Score], tag: str) -> list[str]:
@@ -116,7 +118,8 @@ def show_extension(found: Extended) -> None:
     if patch.scales is not None:
         grown = patch.scales.at(torch.tensor([patch.target])).flatten()
         where = f"at {patch.target} keys" if patch.scales.slope is not None else "at any length"
-        spread = f"{grown.min():.2f} to {grown.max():.2f}, mean {grown.mean():.2f}"
+        low, high = f"{grown.min():.2f}", f"{grown.max():.2f}"
+        spread = low if low == high else f"{low} to {high}, mean {grown.mean():.2f}"
         out_console.print(f"[dim]λ̂[/] {spread} {where}, {grown.numel()} heads in {len(patch.scales.layers)} layers")
     if patch.rope is not None:
         out_console.print(f"[dim]rope[/] {plain(', '.join(f'{key} {value}' for key, value in patch.rope.items()))}")
@@ -137,7 +140,7 @@ def show_extension(found: Extended) -> None:
     out_console.print()
     out_console.print(
         f"[dim]reloaded onto a fresh model, the patch moves a logit by up to {found.effect:.2g} and differs from the "
-        f"fitted model by {found.proof:.2g}; it is in[/] {found.folder}",
+        f"fitted model by {found.proof:.2g}; it is in[/] {plain(str(found.folder))}",
         soft_wrap=True,
     )
 
@@ -153,8 +156,8 @@ def show_estimate(recipe: str, found: Estimate, as_json: bool) -> None:
     facts.add_row("parameters", f"{found.parameters:,}")
     text = "text that is not there yet" if found.files_mb is None else f"{found.files_mb:,.0f} MB of files"
     facts.add_row("tokens", f"{found.tokens:,}, from {text}")
-    facts.add_row("memory", f"{found.weights_gib:.1f} GiB of weights, gradients and optimizer on each device,")
-    facts.add_row("", f"about {found.activations_gib:.1f} GiB of activations for a micro batch")
+    facts.add_row("memory", f"{_memory(found.weights_gib)} of weights, gradients and optimizer on each device,")
+    facts.add_row("", f"about {_memory(found.activations_gib)} of activations for a micro batch")
     facts.add_row(
         "time", f"{_duration(found.seconds)} at least, {found.flops:.2g} FLOP at the {found.rate / 1e12:.3g} TFLOP/s"
     )
@@ -222,9 +225,13 @@ def show_lab_estimate(found: Sequence[LabEstimate], as_json: bool) -> None:
         table.add_column(column, justify="left" if column in ("encoding", "size") else "right")
     for each in found:
         counts = (str(each.models), str(each.fleets), f"{each.parameters:,}", short(each.tokens))
-        table.add_row(each.encoding, each.size, *counts, f"{each.weights_gib:.1f} GiB", _duration(each.seconds))
+        table.add_row(each.encoding, each.size, *counts, _memory(each.weights_gib), _duration(each.seconds))
     out_console.print(table)
     out_console.print(f"{_duration(sum(each.seconds for each in found))} at least in all")
+
+
+def _memory(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
 
 
 def _duration(seconds: float) -> str:
@@ -282,3 +289,8 @@ def short(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f}{unit}"
     return str(count)
+
+
+def size(count: int) -> str:
+    """Of a file: 23_700_000 -> "23.7 MB"; an adapter's few thousand bytes are not 0.0 MB."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} KB"

@@ -118,8 +118,7 @@ def heads_by_layer(diagnosis: Any) -> Figure:
             axes.set_title(f"layer {layer}", loc="left", fontsize=9)
             _mark_training(axes, {diagnosis.train_length}, label=False)
             _positions(axes, curves.length)
-        for axes in panels[len(curves.heads) :]:
-            axes.set_axis_off()
+        _leave_out(panels, len(curves.heads), columns)
         figure.supxlabel("position (tokens)", fontsize=10)
         figure.supylabel("entropy (nats)", fontsize=10)
         title = f"{len(distracted)} distracted heads in orange" if distracted else "no head is distracted"
@@ -141,8 +140,7 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
             r = np.corrcoef(entropy, row)[0, 1] if np.std(row) > 0 else np.nan
             axes.scatter(entropy, row, s=18, color=COLOURS[0], alpha=0.85, lw=0)
             axes.set_title(f"layer {layer}   r = {r:.2f}", loc="left", fontsize=9)
-        for axes in panels[len(scales.layers) :]:
-            axes.set_axis_off()
+        _leave_out(panels, len(scales.layers), columns)
         figure.supxlabel("entropy at the end (nats)", fontsize=10)
         figure.supylabel("scale λ̂", fontsize=10)
         figure.suptitle(diagnosis.label, fontsize=11)
@@ -194,7 +192,7 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
                 _mark_training(axes, {length}, label=factor == factors[0])
                 axes.axvspan(length, factor * length, color=FAINT, alpha=0.15, lw=0)
                 axes.set_title(f"{model}, to {factor}×" if factor > 1 else model, loc="left")
-                _positions(axes, round(max(shown[0]["positions"])))
+                _positions(axes, round(shown[0]["positions"][-1] + shown[0]["positions"][0]))  # middles of bins
             panels[0].set_ylabel("loss (nats)")
         for axes in grid[-1]:
             axes.set_xlabel("position (tokens)")
@@ -222,7 +220,7 @@ def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:
         axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=0)
         axes.set_xlabel("position, in training lengths")
         axes.set_ylabel("best λ̂")
-        axes.legend(loc="upper left", fontsize=9)
+        axes.legend(loc="upper left", fontsize=9, frameon=True, edgecolor="none", framealpha=1)  # over the dashed line
     return figure
 
 
@@ -303,14 +301,18 @@ def perplexity_by_length(models: dict[str, Sequence[Any]], train_length: int | N
                     mark = "o" if metric == "ppl" else ""
                     axes.plot(x, values, color=colour, ls=style, marker=mark, lw=1.8, ms=5, label=f"{model}, {task}")
                     axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+                    if metric == "ppl":  # a band of one length has no width
+                        axes.vlines(x, low, high, color=colour, lw=3, alpha=0.35)
                     longest = max(longest, *x)
             _positions(axes, longest)
             if train_length and train_length < longest:
                 _mark_training(axes, {train_length})
         panels[0].set_xlim(0, longest * 1.04)
-        panels[0].set_yscale("log")
-        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        panels[0].yaxis.set_minor_formatter(FuncFormatter(_few))
+        low, high = panels[0].get_ylim()
+        if not 0 < low < high < 5 * low:  # where few ticks of a logarithmic axis, or none, would be in sight
+            panels[0].set_yscale("log")
+            panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            panels[0].yaxis.set_minor_formatter(FuncFormatter(_few))
         panels[0].set_xlabel("length of the window (tokens)")
         panels[0].set_ylabel("perplexity")
         if curves:
@@ -349,11 +351,12 @@ def passkey_heatmap(models: dict[str, Sequence[Any]], train_length: int | None) 
             told = seen.get(mine[0].tags["trained_on_passkeys"], "trained on passkey documents: unknown")
             axes.set_title(f"{model}  ({told})", loc="left", fontsize=10)
             inside = sum(length <= (train_length or 0) for length in lengths)
-            if 0 < inside < len(lengths):
+            line = 0 < inside < len(lengths)
+            if line:
                 axes.axvline(inside - 0.5, color="white", lw=3)
                 axes.axvline(inside - 0.5, color=INK, lw=1, ls="--")
         panels[-1].set_xlabel(
-            f"length (tokens); trained on {train_length:,} up to the line" if train_length else "length (tokens)"
+            f"length (tokens); trained on {train_length:,} up to the line" if line else "length (tokens)"
         )
         figure.colorbar(image, ax=list(panels), label="keys told", fraction=0.03, pad=0.02)
     return figure
@@ -490,6 +493,14 @@ def _mark_training(axes: Any, lengths: set[int], label: bool = True) -> None:
                 fontsize=8,
                 color=INK,
             )
+
+
+def _leave_out(panels: np.ndarray, used: int, columns: int) -> None:
+    """Blank the last panels of a grid; those that then end their columns bear the numbers of the axis."""
+    for axes in panels[used:]:
+        axes.set_axis_off()
+    for axes in panels[max(0, used - columns) : used]:
+        axes.tick_params(labelbottom=True)
 
 
 def _positions(axes: Any, length: int) -> None:

@@ -95,7 +95,7 @@ def diagnose(
     sources = [models] if isinstance(models, str | Path) else list(models)
     rule = rule or Rule()
     if min(lengths) < 2:
-        raise FarspanError(f"a length of {min(lengths)} tokens leaves nothing to predict; ask for 2 or more")
+        raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; ask for 2 or more")
     if out is not None:
         check_free(Path(out))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

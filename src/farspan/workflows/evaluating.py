@@ -139,20 +139,32 @@ class Suite:
     grid: int = 16  # lengths of passkeys
     texts: tuple[str, ...] | None = None  # names that --data may have; None: any, each a text for perplexity
     needed: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()  # of OPTIONS
 
+
+OPTIONS = {
+    "mode": "--mode",
+    "stride": "--stride",
+    "budget": "--budget",
+    "windows": "--sample-windows",
+    "beams": "--beams",
+    "items": "--items",
+}
+OF_PERPLEXITY = ("mode", "stride", "budget", "windows")
 
 SUITES = {
-    "quick": Suite((_perplexity(None, QUICK_WINDOWS), _passkey(5, 2)), grid=4),
+    "quick": Suite((_perplexity(None, QUICK_WINDOWS), _passkey(5, 2)), grid=4, uses=OF_PERPLEXITY),
     "paper": Suite(
         (_perplexity(("pg19", "proofpile")), _passkey(10, 10), _longbench(5), _commonsense),
         texts=("pg19", "proofpile", "longbench", "commonsense"),
         needed=("pg19", "proofpile", "longbench"),
+        uses=tuple(OPTIONS),
     ),
-    "perplexity": Suite((_perplexity(None),)),
+    "perplexity": Suite((_perplexity(None),), uses=OF_PERPLEXITY),
     "passkey": Suite((_passkey(10, 10),), texts=()),
-    "needle": Suite((_needle,), texts=("haystack",)),
-    "longbench": Suite((_longbench(1),), texts=("longbench",), needed=("longbench",)),
-    "commonsense": Suite((_commonsense,), texts=("commonsense",)),
+    "needle": Suite((_needle,), texts=("haystack",), uses=("items",)),
+    "longbench": Suite((_longbench(1),), texts=("longbench",), needed=("longbench",), uses=("beams", "items")),
+    "commonsense": Suite((_commonsense,), texts=("commonsense",), uses=("items",)),
 }
 
 
@@ -226,6 +238,7 @@ def evaluate(
         items=items,
         seed=seed,
     )
+    _check_used(suite, scope)
     if vs is None and any(gate.relative for gate in gates):
         vs, position = _base_of(source, position)
     _check_folder(out)
@@ -298,6 +311,17 @@ def _named(name: str, suite: Suite, data: str | Path | Mapping[str, str | Path] 
         ways = " ".join(f"--data {text}=PATH" for text in missing)
         raise FarspanError(f"the suite {name} needs {' and '.join(missing)}; give {ways}")
     return given
+
+
+def _check_used(name: str, scope: Scope) -> None:
+    """Refuse a setting that would change nothing."""
+    for setting, option in OPTIONS.items():
+        value = getattr(scope, setting)
+        if value != getattr(Scope, setting) and setting not in SUITES[name].uses:
+            others = ", ".join(other for other, suite in SUITES.items() if setting in suite.uses)
+            raise FarspanError(
+                f"the suite {name} has no use for {option} {value}; leave it away, or choose a suite that has: {others}"
+            )
 
 
 def _check_folder(out: Path) -> None:
@@ -458,7 +482,7 @@ def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progr
         if key not in seen:
             seen.add(key)
             cell = everything[key][1]
-            advance(1, f"{cell.eval} {cell.task if cell.task != cell.eval else ''} @{cell.length}")
+            advance(1, " ".join(dict.fromkeys((cell.eval, cell.task, f"@{cell.length}"))))
 
     def work(item: tuple[Eval, Cell]) -> dict[str, Any]:
         return {"samples": _run(subject, *item)}

@@ -45,6 +45,8 @@ def generate(
         raise FarspanError(f"{tokens} tokens are none; ask for 1 or more")
     if not 0 <= temperature < float("inf"):
         raise FarspanError(f"a temperature of {temperature:g} has no meaning; give 0 for the likeliest, or more")
+    if not 0 <= seed < 2**64:
+        raise FarspanError(f"a seed of {seed} is out of range; give a number from 0 to 2^64 - 1")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
     if tokenizer is None:

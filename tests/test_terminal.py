@@ -1,0 +1,57 @@
+"""What a person sees says what it knows, and says it once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from farspan import terminal
+from farspan.attention.patch import Patch
+from farspan.attention.scales import Scales
+from farspan.terminal import show_extension, size
+from farspan.workflows.extending import Extended
+
+
+@pytest.mark.parametrize(
+    ("base", "told"),
+    [
+        (torch.full((2, 4), 1.11), "λ̂ 1.11 at any length, 8 heads in 2 layers"),
+        (torch.tensor([[1.0, 1.2], [1.4, 1.6]]), "λ̂ 1.00 to 1.60, mean 1.30 at any length, 4 heads in 2 layers"),
+    ],
+)
+def test_one_scale_is_told_as_one_number(capsys, base, told):
+    patch = Patch("test", "", 1024, 512, Scales((0, 1), base))
+    show_extension(Extended(patch, Path("p"), {"loss@512": 3.0}, {"loss@512": 2.9}, {}, 0.0, 1.0, ()))
+    assert told in capsys.readouterr().out
+
+
+def test_names_and_numbers_stay_whole_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "out_console", Console(width=80, highlight=False))
+    curves = SimpleNamespace(loss_at=lambda length, span: 9.771)
+    diagnosis = SimpleNamespace(
+        label="runs/[small]/model λ̂=1.15",
+        train_length=512,
+        curves=curves,
+        loss_knee=742,
+        entropy_knee=10976,
+        distracted_heads=[(0, 1)],
+        heads=48,
+        suggested_scale=2.67,
+        verdict="Loss leaves its trend.",
+    )
+    terminal.show_diagnoses([diagnosis], [256, 512, 1024, 2048, 4096, 8192])
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "model " in said.splitlines()[1], "names have room"
+    assert said.count("9.771") == 6
+    rows = said.split("Loss leaves")[0].splitlines()[2:]
+    assert "".join(row.split(" 9.771")[0].strip() for row in rows).startswith("runs/[small]/model")
+
+
+def test_small_files_have_a_size():
+    assert size(23_700_000) == "23.7 MB"
+    assert size(6_400) == "6.4 KB"
