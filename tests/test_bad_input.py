@@ -143,6 +143,16 @@ def a_file(folder: Path) -> Path:
     return folder / "whole" / "config.json"
 
 
+def broken_gguf(folder: Path) -> Path:
+    pytest.importorskip("gguf")
+    (folder / "model.gguf").write_bytes(b"GGUF" + b"\x07" * 60)
+    return folder / "model.gguf"
+
+
+def misspelt_twin(folder: Path) -> Path:
+    return Path("nope-twn")
+
+
 def nowhere(folder: Path) -> Path:
     return folder / "does" / "not" / "exist"
 
@@ -240,6 +250,8 @@ CASES = [
     (remote_code, 2, "asks to run Python code.*--trust-remote-code"),
     (a_file, 2, "is a file; give the folder"),
     (nowhere, 2, "neither a folder nor a hub id"),
+    (broken_gguf, 4, "is no whole GGUF file"),
+    (misspelt_twin, 2, "the nearest twin is nope-twin"),
     (scales_of_wrong_shape, 2, r"shape \[3, 4\] for 4 layers"),
     (scales_not_positive, 2, "falls to -1"),
     (scales_nan, 2, "NaN or infinity"),

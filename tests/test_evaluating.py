@@ -387,7 +387,7 @@ def test_a_patch_is_held_to_its_base_and_a_missed_gate_exits_3(tiny, tmp_path, m
         (["--suite", "needle", "--data", "hay=y"], "is nothing that the suite needle reads; it takes haystack=PATH"),
         (["--mode", "jarn"], "perplexity mode 'jarn' is unknown; the nearest is yarn"),
         (["--lengths", "64", "--stride", "64"], "windows of 64 tokens cannot move by 64"),
-        (["--lengths", "100k"], "none of the 1 documents of python-docs has 102400 tokens"),
+        (["--lengths", "100k"], "no document of python-docs has 102400 tokens"),
         (["--data", "nowhere.txt"], "'nowhere.txt' is no file, folder or data set"),
         (["--require", "nonsense"], "'nonsense' is no gate"),
         (
@@ -441,7 +441,7 @@ def test_a_text_that_ends_before_the_model_does_is_said(tiny, tmp_path):
     assert found.notes == (
         f"the text has {tokens} tokens in one document, and perplexity stops there; give longer text",
     )
-    with pytest.raises(FarspanError, match="none of the 1 documents of text has 512 tokens"):
+    with pytest.raises(FarspanError, match="no document of text has 512 tokens"):
         measure(tiny, tmp_path / "results", **{**options, "lengths": (512,)})
 
 

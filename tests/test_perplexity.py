@@ -325,7 +325,7 @@ def test_wilson_is_honest_at_the_ends():
 
 
 def test_bad_input_is_a_sentence(tmp_path):
-    with pytest.raises(FarspanError, match=r"none of the 2 documents of text has 64 tokens \(the longest has 50\)"):
+    with pytest.raises(FarspanError, match=r"no document of text has 64 tokens \(the longest of 2 has 50\)"):
         Perplexity((text(50, 30),), (16, 64), stride=8)
     with pytest.raises(FarspanError, match="windows of 8 tokens cannot move by 8"):
         Perplexity((text(50),), (8,), stride=8)

@@ -175,6 +175,16 @@ def test_the_command_trains_and_tells(tiny, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_folder_of_something_else_is_refused(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FarspanError, match="file is a file, and a run needs a folder"):
+        pretrain(str(tiny), [], tmp_path / "file")
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "recipe.toml").write_text('tasks = ["copy"]\n')
+    with pytest.raises(FarspanError, match="lab holds no training run; choose another folder"):
+        pretrain(str(tiny), [], tmp_path / "lab")
+
+
 def test_runs_that_begin_together_share_a_cache(tiny, monkeypatch):
     """Whoever comes second to the tokenizer and the packed tokens waits for them, and finds them."""
     made = []

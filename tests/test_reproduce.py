@@ -8,6 +8,7 @@ import multiprocessing
 import pytest
 import torch
 
+from farspan.cells import Cells
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
@@ -100,6 +101,19 @@ def test_a_study_shows_what_is_finished(tiny):
     assert written == {path: path.read_bytes() for path in written}
     next(file for file in out.glob("cells/*.json") if '"method": "uniform"' in file.read_text()).unlink()
     assert so_far(source, [], out) == [found for found in results if found["method"] != "uniform"]
+
+
+def test_results_of_something_else_are_none_of_a_study(tiny):
+    Cells(tiny / "out").put("0" * 32, {}, {"task": "copy", "encoding": "none"})
+    with pytest.raises(FarspanError, match=r"out holds no result of this study"):
+        so_far(str(tiny / "study.toml"), [], tiny / "out")
+
+
+def test_texts_that_are_missing_are_told_before_anything_is_made(tiny):
+    (tiny / "data" / "books_val.jsonl").unlink()
+    with pytest.raises(FarspanError, match=r"books_val.jsonl does not exist, .* folder=PATH"):
+        reproduce(str(tiny / "study.toml"), [], tiny / "out")
+    assert not (tiny / "out").exists()
 
 
 def test_scales_and_entropies_are_ranked_within_their_own_layer():

@@ -40,6 +40,15 @@ def key_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse what is no results folder, and one that cannot be written to, before work whose results go there."""
+    if folder.exists() and not (folder.is_dir() and ((folder / "cells").is_dir() or not any(folder.iterdir()))):
+        raise FarspanError(f"{folder} exists already and is no results folder; choose another name")
+    homes = (folder, folder / "cells", folder / "claims")
+    if not all(os.access(home, os.W_OK) for home in homes if home.exists()):
+        raise FarspanError(f"{folder} is a results folder that you may not write to; choose another name")
+
+
 class Cells:
     """A results folder: cells/KEY.json for each finished cell, claims/KEY.N while one is worked on."""
 

@@ -8,6 +8,7 @@ its caller asked for that by name.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import io
 import re
@@ -109,7 +110,9 @@ def load_config(
     elif folder.exists():
         raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
     elif not HUB_ID.fullmatch(str(source)):
-        raise FarspanError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); check the path")
+        near = difflib.get_close_matches(str(source), [twin.name for twin in TWINS.iterdir()], 1)
+        hint = f"the nearest twin is {near[0]}" if near else "check the path"
+        raise FarspanError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}")
     else:
         _check_hub(str(source))
     with quiet(), _readable(source):
@@ -128,7 +131,7 @@ def check_device(device: str | torch.device | None) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        why = first_line(error)
+        why = first_line(error) if len(first_line(error)) < 80 else "torch knows no such device"
         raise FarspanError(f"device {str(device)!r} cannot be used ({why}); choose cpu, or cuda:0") from None
     if torch.device(device or "cpu").type == "meta":
         raise FarspanError("device 'meta' holds no numbers to compute with; choose cpu, or cuda:0")
@@ -203,7 +206,11 @@ def _refuse_scaled_rope(file: Path) -> None:
     """transformers leaves the rope scaling of most files away, without a word."""
     from gguf import GGUFReader
 
-    for key, field in GGUFReader(file).fields.items():
+    try:
+        fields = GGUFReader(file).fields
+    except Exception as error:  # it reads whatever it finds, and stumbles anywhere
+        raise CorruptError(f"{file} is no whole GGUF file ({first_line(error)}); fetch or export it again") from None
+    for key, field in fields.items():
         if key.endswith(".rope.scaling.type") and not key.startswith("gpt-oss.") and field.contents() != "none":
             raise FarspanError(
                 f"{file.name} scales its rotation ({field.contents()}), and transformers would read it without that; "

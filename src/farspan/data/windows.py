@@ -136,7 +136,7 @@ def _long_enough(
     if not long:
         longest = max((entry["tokens"] for entry in skipped), default=0)
         raise FarspanError(
-            f"none of the {len(skipped)} documents has {length} tokens (the longest has {longest}); "
+            f"no document has {length} tokens (the longest of {len(skipped)} has {longest}); "
             "give longer text, or ask for shorter lengths"
         )
     return long, tuple(skipped)

@@ -90,7 +90,9 @@ def check_gates(gates: Sequence[Gate], cells: Sequence[Cell]) -> None:
         lengths = sorted({cell.length for cell in mine})
         if gate.length is not None and gate.length not in lengths:
             told = ", ".join(map(str, lengths))
-            raise FarspanError(f"the gate {gate.text!r} asks for {gate.length} tokens, and measured are {told}")
+            raise FarspanError(
+                f"the gate {gate.text!r} asks for {gate.length} tokens, and measured are {told}; add it to --lengths"
+            )
 
 
 def _metrics(cell: Cell) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ class Perplexity:
             needed = {"same": max(self.lengths), "paper-a": max(self.lengths), "yarn": 1}[self.mode]
             if text.longest < needed:
                 raise FarspanError(
-                    f"none of the {len(text.ids)} documents of {text.name} has {needed} tokens (the longest has "
+                    f"no document of {text.name} has {needed} tokens (the longest of {len(text.ids)} has "
                     f"{text.longest}); give longer text, or ask for shorter lengths"
                 )
 

@@ -47,7 +47,9 @@ def heads(cells: Sequence[Cell]) -> Table:
         target = max(group[0]["target"], group[0]["train_length"])
         entropy = [at(cell, cell["entropy"], target) for cell in group]
         tables = [np.array(cell["scales"]) for cell in group if "scales" in cell]
-        scales = f"{np.mean(tables):.2f} ({np.min(tables):.2f}–{np.max(tables):.2f})" if tables else ""
+        scales = f"{np.mean(tables):.2f}" if tables else ""
+        if tables and np.ptp(tables) > 0:
+            scales += f" ({np.min(tables):.2f}–{np.max(tables):.2f})"
         knees = [_knee([cell[knee] for cell in group]) for knee in ("loss_knee", "entropy_knee")]
         rows.append([*name, scales, *knees, f"{np.mean(entropy):.2f}{_spread(entropy)}", _alike(group)])
     return ["model", "method", "for", "λ̂", "loss knee", "entropy knee", "entropy at target", "rank correlation"], rows

@@ -279,8 +279,13 @@ def matrix_weights(config: FarspanConfig) -> int:
 def refuse_another(recipe: Pretraining, run: Path) -> None:
     """A folder is free or holds a run of this very recipe."""
     file = run / RECIPE
+    if run.exists() and not run.is_dir():
+        raise FarspanError(f"{run} is a file, and a run needs a folder; choose another name with -o")
     if file.exists():
-        other = from_toml(Pretraining, file.read_text(encoding="utf-8"))
+        try:
+            other = from_toml(Pretraining, file.read_text(encoding="utf-8"))
+        except FarspanError:
+            raise FarspanError(f"{run} holds no training run; choose another folder with -o") from None
         key = first_difference(other, recipe)
         if key:
             name, there, here = key

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan import __version__
 from farspan.attention import seam
 from farspan.attention.patch import Patch
-from farspan.cells import Cells, finish, key_of, sweep
+from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.data.passkey import SCORED, Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
 from farspan.errors import FarspanError
@@ -241,7 +241,7 @@ def evaluate(
     _check_used(suite, scope)
     if vs is None and any(gate.relative for gate in gates):
         vs, position = _base_of(source, position)
-    _check_folder(out)
+    check_folder(out)
     if vs is not None:
         _check_base(vs, position=position, trust_remote_code=trust_remote_code)
 
@@ -322,15 +322,6 @@ def _check_used(name: str, scope: Scope) -> None:
             raise FarspanError(
                 f"the suite {name} has no use for {option} {value}; leave it away, or choose a suite that has: {others}"
             )
-
-
-def _check_folder(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and ((out / "cells").is_dir() or not any(out.iterdir()))):
-        raise FarspanError(f"{out} exists already and is no results folder; choose another name")
-    if out.exists() and not all(
-        os.access(home, os.W_OK) for home in (out, out / "cells", out / "claims") if home.exists()
-    ):
-        raise FarspanError(f"{out} is a results folder that you may not write to; choose another name")
 
 
 def _check_base(source: str | Path, **options: Any) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from farspan.cells import WAIT, Cells, key_of
+from farspan.cells import WAIT, Cells, check_folder, key_of
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.errors import FarspanError
@@ -110,6 +110,7 @@ def run(
     study, out = read_study(source, changes), Path(out)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    check_folder(out)
     bench = _Bench(study, Words(), device, Cells(out, say=say), out, progress, say)
     write_text(out / "recipe.toml", to_toml(study))
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
@@ -150,8 +151,9 @@ def _helped(count: int, study: Study, out: Path) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         for helper in helpers:
-            helper.terminate()  # the study is finished, or stopped
-            helper.join()
+            if helper.pid is not None:  # one that could not be started has told why
+                helper.terminate()  # the study is finished, or stopped
+                helper.join()
 
 
 def _help(study: Study, out: Path) -> None:
@@ -342,6 +344,7 @@ class Estimate:
 
 def estimate(study: Study, device: str | None = None) -> list[Estimate]:
     """What a study's networks ask for."""
+    check_device(device)
     words, on_gpu = Words(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
     rate, lineup = matrix_rate(on_gpu), fleets(study, cells_of(study), words, study.fleet if on_gpu else 1)
     found: dict[tuple[str, str], list[list[Cell]]] = {}

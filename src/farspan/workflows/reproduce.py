@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import probe
-from farspan.cells import WAIT, Cells, key_of, sweep
+from farspan.cells import WAIT, Cells, check_folder, key_of, sweep
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import measure
@@ -143,7 +143,10 @@ def reproduce(
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    store, texts = Cells(out, say=say), Texts(study)
+    check_folder(out)
+    texts = Texts(study)
+    texts.check()
+    store = Cells(out, say=say)
     write_text(out / "recipe.toml", to_toml(study))
     found: dict[Cell | Grid, dict[str, Any]] = {}
 
@@ -177,10 +180,11 @@ def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, A
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     found: dict[Cell | Grid, dict[str, Any]] = {}
     for file in out.glob("cells/*.json"):
-        result = Cells(out).get(file.stem)
-        if result is not None:
-            kind = Grid if "checkpoint" in result else Cell
-            found[kind(**{each.name: result[each.name] for each in fields(kind)})] = result
+        result = Cells(out).get(file.stem) or {}
+        kind = Grid if "checkpoint" in result else Cell
+        names = [each.name for each in fields(kind)]
+        if all(name in result for name in names):  # else it is of something else
+            found[kind(**{name: result[name] for name in names})] = result
     if not any(item in found for item in cells(study)):
         raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
     return _written(items, found, out)
@@ -253,6 +257,12 @@ class Texts:
             self._read = {key: ids for key, ids in self._read.items() if key[1] == model}  # the last model's are done
             self._read[asked] = cut_windows(read_documents(self._path(file)), tokenizer, length, limit).ids
         return self._read[asked]
+
+    def check(self) -> None:
+        """Refuse a study whose texts are not there, before anything is trained."""
+        for file in (self.study.search, self.study.choose, *self.study.report):
+            if not (path := self._path(file)).exists():
+                raise FarspanError(f"{path} does not exist, and the study reads it; say where it lies with folder=PATH")
 
     def _path(self, file: str) -> Path:
         """A file of the data folder, which the recipes of models name too."""
