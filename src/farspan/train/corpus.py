@@ -59,18 +59,18 @@ class Prepared:
 def prepare(data: Data, length: int, seed: int, start: str = "", progress: Progress = silent) -> Prepared:
     """Tokenizer and packed data for rows of `length` tokens, from the cache where they are there already.
 
-    start: a model folder whose tokenizer is taken. With several processes, of one run or of several that share the
-    cache, the first one does the work and the others find it done.
+    start: a model folder whose tokenizer is taken. With several processes the first one does the work and the others
+    find it done; runs that share a cache pack one after the other.
     """
     files = {name: find_files(data, name) for name in data.sources}
     cache = Path(data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
-    cache.mkdir(parents=True, exist_ok=True)
-    with processes().main_process_first(), FileLock(cache / "lock"):
+    with processes().main_process_first():
         tokenizer = _tokenizer(data, data.tokenizer or start, files, cache)
-        shards = {
-            name: _packed(name, paths, tokenizer, cache, data.processes or os.cpu_count() or 1, progress)
-            for name, paths in files.items()
-        }
+        with _alone(cache):
+            shards = {
+                name: _packed(name, paths, tokenizer, cache, data.processes or os.cpu_count() or 1, progress)
+                for name, paths in files.items()
+            }
     sources = [Source(name, shards[name], texts.weight) for name, texts in data.sources.items()]
     passkeys = Passkeys(tokenizer) if data.passkey else None
     mixture = Mixture(
@@ -132,9 +132,17 @@ def _tokenizer(data: Data, given: str, files: dict[str, list[Path]], cache: Path
     folder = cache / f"tokenizer-{data.vocabulary}-{_digest(corpus, shares, data.tokenizer_megabytes)}"
     if not folder.exists():
         made = train_tokenizer(_sample(data, files), data.vocabulary)
-        with new_folder(folder) as new:
-            made.save_pretrained(new)
+        with _alone(cache):
+            if not folder.exists():  # another run may have been quicker; it made the same
+                with new_folder(folder) as new:
+                    made.save_pretrained(new)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def _alone(cache: Path) -> FileLock:
+    """A lock of the cache, which is made where there is none."""
+    cache.mkdir(parents=True, exist_ok=True)
+    return FileLock(cache / "lock")
 
 
 def _sample(data: Data, files: dict[str, list[Path]]) -> Iterator[str]:
