@@ -29,15 +29,9 @@ from farspan.evals.scores import Score, beside
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import evaluation_figures
 from farspan.workflows import evaluating
-from farspan.workflows.evaluating import (
-    SUITES,
-    Evaluated,
-    Scope,
-    evaluate,
-    identity,
-    saw_passkeys,
-)
+from farspan.workflows.evaluating import Evaluated, evaluate, identity, saw_passkeys
 from farspan.workflows.pretraining import NO_PASSKEYS
+from farspan.workflows.suites import SUITES, Scope
 
 LENGTH = 256
 SHAPE = dict(vocab_size=800, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
