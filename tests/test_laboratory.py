@@ -36,7 +36,8 @@ from farspan.lab.study import (
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words
 from farspan.workflows import laboratory
-from farspan.workflows.laboratory import SHELF, as_tokenizer, compare, dump, estimate, read_study, run, so_far, theorems
+from farspan.workflows.explaining import compare, theorems
+from farspan.workflows.laboratory import SHELF, as_tokenizer, dump, estimate, read_study, run, so_far
 
 RECIPES = sorted(path.stem for path in SHELF.glob("*.toml"))
 SMALL = """

@@ -457,7 +457,7 @@ def lab_distance(
 ):
     """How alike do models attend? The divergence of their heads, layer by layer, and what each head is worth."""
     from farspan.progress import bars
-    from farspan.workflows.laboratory import compare
+    from farspan.workflows.explaining import compare
 
     with bars() as progress:
         found = compare(
@@ -487,7 +487,7 @@ def lab_theorems(
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
 ):
     """How can a model without positions know them? Paper B's theorems as weights, and what models have learnt."""
-    from farspan.workflows.laboratory import theorems
+    from farspan.workflows.explaining import theorems
 
     found = theorems(models or [], data, out, length=length, windows=windows, device=device)
     show_theorems(found, length)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from farspan.evals.scores import Score
     from farspan.workflows.diagnosing import Diagnosis
     from farspan.workflows.evaluating import Evaluated
+    from farspan.workflows.explaining import Compared, Positions
     from farspan.workflows.extending import Extended
     from farspan.workflows.inspection import Inspection
-    from farspan.workflows.laboratory import Compared, Positions
     from farspan.workflows.laboratory import Estimate as LabEstimate
     from farspan.workflows.pretraining import Estimate
 
