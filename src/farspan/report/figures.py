@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+from farspan.files import write_bytes
 
 INK, FAINT = "#222222", "#b8b8b8"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by every eye
@@ -29,9 +32,11 @@ STYLE = {
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """The figure as PNG and as SVG."""
-    figure.savefig(stem.with_suffix(".png"), dpi=150)
-    figure.savefig(stem.with_suffix(".svg"))
+    """The figure as PNG and as SVG, each whole or not at all: other processes may be writing it too."""
+    for kind in ("png", "svg"):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=150)
+        write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
 
 
 def diagnosis_figures(found: Sequence[Any]) -> dict[str, Figure]:
@@ -179,6 +184,7 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
         figure = Figure(figsize=(3.4 * len(factors) + 0.6, 2.7 * len(models) + 0.6), layout="constrained")
         grid = figure.subplots(len(models), len(factors), sharex=True, sharey="row", squeeze=False)
         for panels, model in zip(grid, models, strict=True):
+            length = next(cell["train_length"] for cell in shown if cell["model"] == model)
             for axes, factor in zip(panels, factors, strict=True):
                 for name in names:
                     group = [
@@ -188,7 +194,6 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
                         loss = np.mean([next(iter(cell["loss"].values())) for cell in group], axis=0)
                         smooth = np.convolve(np.pad(loss, 2, mode="edge"), np.ones(5) / 5, "valid")
                         axes.plot(group[0]["positions"], smooth, lw=1.5, **looks[name])
-                length = group[0]["train_length"] if group else shown[0]["train_length"]
                 _mark_training(axes, {length}, label=factor == factors[0])
                 axes.axvspan(length, factor * length, color=FAINT, alpha=0.15, lw=0)
                 axes.set_title(f"{model}, to {factor}×" if factor > 1 else model, loc="left")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -376,9 +374,6 @@ def _write(found: Evaluated, samples: Mapping[str, list[list[Sample]]], settings
             lines.setdefault(sample["eval"], []).append(line)
     for name, some in lines.items():
         write_text(found.folder / "samples" / f"{name}.jsonl", "\n".join(some) + "\n")
-    with tempfile.TemporaryDirectory(prefix=".", dir=found.folder) as staging:
-        for name, figure in figures.evaluation_figures(found).items():
-            figures.save(figure, Path(staging) / name)
-        for file in sorted(Path(staging).iterdir()):
-            os.replace(file, found.folder / file.name)
+    for name, figure in figures.evaluation_figures(found).items():
+        figures.save(figure, found.folder / name)
     write_record(found.folder / "record.json", "eval", {"suite": found.suite, **settings}, found.to_json())

@@ -7,7 +7,6 @@ stopped goes on. Models that share a network train together as a fleet on a GPU,
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import signal
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from farspan.cells import WAIT, Cells, check_folder, key_of
 from farspan.errors import FarspanError
-from farspan.files import new_folder, write_bytes, write_text
+from farspan.files import new_folder, write_text
 from farspan.lab.fleet import train
 from farspan.lab.study import (
     Cell,
@@ -282,7 +281,7 @@ def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finis
     learnt, placed = learnt_of(found), ranks(found)
     text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items())
     write_text(out / "tables.md", f"{learnt[0]} of {learnt[1]} models learnt their task.\n\n{text}\n")
-    write_figure(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
+    figures.save(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
     write_record(
         out / "record.json",
         "lab run",
@@ -308,14 +307,6 @@ def _panels(study: Study, found: Sequence[Entry]) -> list[figures.Panel]:
         title = ", ".join([task, *more])
         shown.append(figures.Panel(title, study.ranges(task)[0][1], find_task(task).counts, curves))
     return shown
-
-
-def write_figure(figure: Any, stem: Path) -> None:
-    """A figure as PNG and SVG, each whole or not at all: other processes may be writing it too."""
-    for kind in ("png", "svg"):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=150)
-        write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
 
 
 # What a study would take.

@@ -8,6 +8,7 @@ that was stopped goes on with the cells that are missing.
 from __future__ import annotations
 
 import difflib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,7 +29,7 @@ from farspan.diagnosis.curves import measure
 from farspan.diagnosis.knees import Rule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_share
-from farspan.files import sha256_of, weight_files, write_json, write_text
+from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
 from farspan.loading import check_device, load
 from farspan.methods.headscale import best_uniform
 from farspan.methods.job import Job
@@ -179,12 +180,11 @@ def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, A
     study, out = read_study(source, changes), Path(out)
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     found: dict[Cell | Grid, dict[str, Any]] = {}
-    for file in out.glob("cells/*.json"):
-        result = Cells(out).get(file.stem) or {}
-        kind = Grid if "checkpoint" in result else Cell
-        names = [each.name for each in fields(kind)]
-        if all(name in result for name in names):  # else it is of something else
-            found[kind(**{name: result[name] for name in names})] = result
+    for file in sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime):  # of two, the later one
+        result = Cells(out).get(file.stem)
+        if result is not None and read_json(file)["description"].get("settings") == _settings(study):
+            kind = Grid if "checkpoint" in result else Cell
+            found[kind(**{each.name: result[each.name] for each in fields(kind)})] = result
     if not any(item in found for item in cells(study)):
         raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
     return _written(items, found, out)
@@ -204,9 +204,13 @@ def _written(items: list[Cell | Grid], found: dict[Cell | Grid, dict[str, Any]],
 
 def _described(study: Study, item: Cell | Grid, folder: Path) -> dict[str, Any]:
     """All that a result depends on."""
+    return {**asdict(item), "settings": _settings(study), "weights": _weights(folder)}
+
+
+def _settings(study: Study) -> dict[str, Any]:
+    """What a study says of how its cells are measured, as JSON has it."""
     aside = ("methods", "factors", "seeds", "grids", "folder", "runs")  # which cells there are, and where things lie
-    settings = {name: value for name, value in asdict(study).items() if name not in aside}
-    return {**asdict(item), "settings": settings, "weights": _weights(folder)}
+    return json.loads(json.dumps({name: value for name, value in asdict(study).items() if name not in aside}))
 
 
 @cache
