@@ -29,7 +29,7 @@ from farspan.train.corpus import Data
 from farspan.train.loop import peak_flops
 from farspan.train.optim import Optimization, StackedMuon, with_rates
 from farspan.train.pretrain import Pretraining, Shape, Training, build, pretraining
-from farspan.train.steps import RecordedSteps, Steps
+from farspan.train.steps import WARM, RecordedSteps, Steps
 
 # name -> shape, vocabulary, length, rows of a step, rows at once
 SIZES = {
@@ -37,7 +37,7 @@ SIZES = {
     "10M": (dict(layers=6, width=320, heads=5, ff=864), 8192, 512, 256, 256),
     "29M": (dict(layers=8, width=512, heads=8, ff=1344), 8192, 512, 256, 256),
     "124M": (dict(layers=12, width=768, heads=12, ff=2048), 50_304, 1024, 128, 64),
-    "1.1B": (dict(layers=22, width=2048, heads=32, kv_heads=4, ff=5632, tied=False), 32_000, 2048, 64, 8),
+    "1.1B": (dict(layers=22, width=2048, heads=32, kv_heads=4, ff=5632, tied=False), 32_000, 2048, 32, 8),
 }
 TOGETHER = {"1.1B": 2}  # variants that memory holds at once
 
@@ -110,7 +110,7 @@ def together(size: str, variants: list[Variant], rounds: int, seconds: float, mi
         before = torch.cuda.memory_reserved()
         begin = time.perf_counter()
         running[variant] = prepare(size, variant, micro)
-        once = timed(running[variant], 6) and timed(running[variant], 2)
+        once = timed(running[variant], WARM + 1) and timed(running[variant], 2)
         started[variant] = time.perf_counter() - begin
         peaks[variant] = torch.cuda.max_memory_reserved() - before
     count = max(2, round(seconds / once))

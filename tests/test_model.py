@@ -308,6 +308,30 @@ def test_the_short_form_builds_the_hybrids_people_run():
     assert FarspanConfig.from_dict(swan.to_dict()).to_dict() == swan.to_dict()
 
 
+def test_masks_are_made_where_something_is_hidden_and_nowhere_else(monkeypatch):
+    """Whatever is being traced or recorded: a mask that comes and goes would compile a layer twice."""
+    seen: dict[int, object] = {}
+
+    def watched(module, q, k, v, mask, **kwargs):
+        seen[module.layer_idx] = mask
+        return attend(module, q, k, v, None, **{**kwargs, "sliding_window": None})
+
+    def asked(position: object, implementation: str = "watched") -> list[bool]:
+        model = FarspanForCausalLM(FarspanConfig(**SHAPE, position=position))
+        monkeypatch.setattr(model.config, "_attn_implementation_internal", implementation)
+        model(tokens(24), use_cache=False)
+        return [seen[index] is not None for index in range(len(seen))]
+
+    monkeypatch.setattr(hf.masking_utils, "is_tracing", lambda *anything: True)
+    for name in ("watched", "flex_attention"):
+        monkeypatch.setitem(hf.AttentionInterface._global_mapping, name, watched)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, "watched", hf.masking_utils.sdpa_mask)
+    assert not any(asked("none"))
+    assert not any(asked("rope/24"))
+    assert asked(["rope/23", "none"]) == [True, False] * 2
+    assert all(asked("none", "flex_attention"))
+
+
 def test_rotation_that_was_removed_stays_removed():
     config = FarspanConfig(num_hidden_layers=4, position=["rope", "none"], rope_parameters={"rope_type": "none"})
     assert config.position == ["none"] * 4

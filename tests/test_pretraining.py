@@ -200,6 +200,17 @@ def test_runs_that_begin_together_share_a_cache(tiny, monkeypatch):
     assert rows[0].tolist() == rows[1].tolist()
 
 
+def test_a_script_that_its_workers_run_again_is_told_so(tiny, tmp_path):
+    """They would wait for the lock that it holds while it waits for them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from farspan.workflows.pretraining import pretrain\npretrain({str(tiny)!r}, ['data.processes=2'], 'run')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 1
+    assert "begin its work with `if __name__ == '__main__':`" in done.stderr
+
+
 def test_torchrun_is_the_same_command(tiny, tmp_path):
     """Two processes, started as a user would start them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "farspan"]

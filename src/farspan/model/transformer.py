@@ -221,14 +221,19 @@ class FarspanModel(FarspanPreTrainedModel):
         return self.positions[kind]  # type: ignore[return-value]  # a ModuleDict forgets what it holds
 
     def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict[str, Tensor | None]:
-        """One mask a kind of layer. Without cache, padding, packing or window it is None: causal SDPA needs none,
-        and one that exists would cost the flash kernel."""
+        """One mask a kind of layer. Without cache, padding, packing or a window that hides a key it is None: causal
+        SDPA needs none, and one that exists would cost the flash kernel."""
         if isinstance(attention_mask, dict):  # `generate` prepares them ahead for a static cache
             return attention_mask
-        if attention_mask is past_key_values is position_ids is None and SLIDING not in self.config.layer_types:
-            return {FULL: None}  # said here, for while a CUDA graph is recorded transformers would make a mask
+        # Said here, for while a CUDA graph is recorded some versions of transformers would make a mask. FlexAttention
+        # alone is causal by its mask.
+        plain = attention_mask is past_key_values is position_ids is None
+        plain &= "flex" not in self.config._attn_implementation
+        reach = {FULL: x.shape[1], SLIDING: self.config.sliding_window or 0}
         return {
-            span: MASKS[span](
+            span: None
+            if plain and reach[span] >= x.shape[1]
+            else MASKS[span](
                 config=self.config,
                 inputs_embeds=x,
                 attention_mask=attention_mask,

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def _tokenizer(data: Data, given: str, files: dict[str, list[Path]], cache: Path
 
 def _alone(cache: Path) -> FileLock:
     """A lock of the cache, which is made where there is none."""
+    if getattr(current_process(), "_inheriting", False):  # a worker of the one that holds the lock would wait for ever
+        raise FarspanError(
+            "a script that prepares data runs again in each of its workers; begin its work with "
+            "`if __name__ == '__main__':`, or set data.processes=1"
+        )
     cache.mkdir(parents=True, exist_ok=True)
     return FileLock(cache / "lock")
 
