@@ -12,7 +12,9 @@ from rich.console import Console
 from farspan import terminal
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
-from farspan.terminal import show_extension, size
+from farspan.evals.scores import Score
+from farspan.terminal import show_evaluation, show_extension, size
+from farspan.workflows.evaluating import Evaluated
 from farspan.workflows.extending import Extended
 
 
@@ -50,6 +52,16 @@ def test_names_and_numbers_stay_whole_on_a_narrow_terminal(monkeypatch, capsys):
     assert said.count("9.771") == 6
     rows = said.split("Loss leaves")[0].splitlines()[2:]
     assert "".join(row.split(" 9.771")[0].strip() for row in rows).startswith("runs/[small]/model")
+
+
+def test_an_absurd_interval_leaves_room_for_names(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "out_console", Console(width=80, highlight=False))
+    score = Score("perplexity", "ppl", 1024, 25_145.2, 1.0, 3.4e32, 512, {"task": "proofpile"})
+    show_evaluation(Evaluated("nope-twin", "perplexity", (score,), Path("out")))
+    said = capsys.readouterr().out
+    assert "ppl proofpile" in said
+    assert "25,145" in said
+    assert "1.00–3.4e+32" in said
 
 
 def test_small_files_have_a_size():

@@ -103,9 +103,11 @@ def _tagged(scores: Sequence[Score], tag: str) -> list[str]:
 
 
 def _figure(value: float) -> str:
-    """Three digits that count: 0.92, 22.1, 1,284; of a length, all."""
+    """Three digits that count: 0.92, 22.1, 1,284, 3.4e+32; of a length, all."""
     if isinstance(value, int):
         return f"{value:,}"
+    if abs(value) >= 1e6:  # the end of an interval of few windows
+        return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 

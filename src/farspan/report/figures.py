@@ -153,20 +153,21 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
 
 
 def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) -> Figure:
-    """Loss by position of a model as it was and as it became, smoothed over an eighth of its training length."""
+    """Loss by position of models, or of one as it was and as it became, smoothed over an eighth of its length."""
     width = max(1, train_length // 8)
     ones = np.ones(width)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         axes = figure.subplots()
-        for (name, curve), colour in zip(curves.items(), (COLOURS[1], COLOURS[0], *COLOURS[2:]), strict=False):
+        for (name, curve), look in zip(curves.items(), _looks([COLOURS[1], COLOURS[0], *COLOURS[2:]]), strict=False):
             smooth = np.convolve(curve, ones, "same") / np.convolve(np.ones_like(curve), ones, "same")
-            axes.plot(np.arange(1, len(curve) + 1), smooth, color=colour, lw=1.8, label=name)
+            axes.plot(np.arange(1, len(curve) + 1), smooth, lw=1.8, label=name, **look)
         _mark_training(axes, {train_length})
         _positions(axes, len(curve) + 1)
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("loss (nats)")
-        axes.legend(loc="upper left", bbox_to_anchor=(0.0, 1.0))
+        beside = len(curves) > 4
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0 if beside else 0.0, 1.0))
         axes.set_title(title, loc="left")
     return figure
 
@@ -178,8 +179,7 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
     models = list(dict.fromkeys(cell["model"] for cell in shown))
     factors = sorted({cell["factor"] for cell in shown} - {1}) or [1]
     names = list(dict.fromkeys(cell["method"] for cell in shown))
-    every = [{"color": INK, "ls": "-"}, *({"color": c, "ls": dashes} for dashes in ("-", "--", ":") for c in COLOURS)]
-    looks = dict(zip(names, every, strict=False))
+    looks = dict(zip(names, [{"color": INK, "ls": "-"}, *_looks(COLOURS)], strict=False))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.4 * len(factors) + 0.6, 2.7 * len(models) + 0.6), layout="constrained")
         grid = figure.subplots(len(models), len(factors), sharex=True, sharey="row", squeeze=False)
@@ -482,6 +482,11 @@ def _colours(found: Sequence[Any]) -> list[Any]:
     if len(found) > 1 and all(diagnosis.uniform is not None for diagnosis in found):
         return [mpl.colormaps["viridis"](0.9 * i / (len(found) - 1)) for i in range(len(found))]
     return [COLOURS[i % len(COLOURS)] for i in range(len(found))]
+
+
+def _looks(colours: Sequence[str]) -> list[dict[str, str]]:
+    """As many lines as can be told apart."""
+    return [{"color": colour, "ls": dashes} for dashes in ("-", "--", ":") for colour in colours]
 
 
 def _mark_training(axes: Any, lengths: set[int], label: bool = True) -> None:
