@@ -484,7 +484,7 @@ def _colours(found: Sequence[Any]) -> list[Any]:
     return [COLOURS[i % len(COLOURS)] for i in range(len(found))]
 
 
-def _looks(colours: Sequence[str]) -> list[dict[str, str]]:
+def _looks(colours: Sequence[str]) -> list[dict[str, Any]]:
     """As many lines as can be told apart."""
     return [{"color": colour, "ls": dashes} for dashes in ("-", "--", ":") for colour in colours]
 
