@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from farspan.model.fast import compile_often
 from farspan.model.positions import PlacedBias, Table
 
 NAME = "farspan_sdpa"
@@ -62,6 +63,7 @@ def attend_flex(
 
 @functools.cache
 def _compiled_flex():
+    compile_often()  # a grid of passkeys has more lengths and batches than eight
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -21,10 +21,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer, and never the whole: that would hand SDPA a mask that exists, and lose flash attention."""
-    # Models of one class share their layers' code, and after eight of them the compiler would give up without a word.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    compile_often()
     for layer in decoder_layers(model):
         layer.compile(dynamic=False)
+
+
+def compile_often() -> None:
+    """One piece of code may be compiled for 64 models and shapes; after eight the compiler would give up on it."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
 @contextmanager
