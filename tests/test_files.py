@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from farspan.errors import CorruptError, FarspanError
-from farspan.files import check_safetensors, new_folder, write_json, write_text
+from farspan.files import UMASK, check_safetensors, new_folder, write_json, write_text
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -31,6 +31,19 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with new_folder(tmp_path / "empty") as new:
         (new / "c").write_text("3")
     assert (tmp_path / "empty" / "c").read_text() == "3"
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    """safetensors and tempfile make files that are their owner's alone."""
+    with new_folder(tmp_path / "new") as folder:
+        (folder / "inside").mkdir(mode=0o700)
+        for file in (folder / "a.safetensors", folder / "inside" / "b"):
+            file.touch(mode=0o600)
+    write_text(tmp_path / "c", "text")
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*"), tmp_path / "c"]
+    assert len(made) == 5
+    for path in made:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~UMASK
 
 
 def test_a_file_is_replaced_or_untouched(tmp_path, monkeypatch):

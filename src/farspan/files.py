@@ -21,6 +21,8 @@ from farspan.errors import CorruptError, FarspanError
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
+UMASK = os.umask(0o077)  # asked for once, for it cannot be asked for without being set
+os.umask(UMASK)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,10 +145,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         yield staging
-        staging.chmod(0o755)
-        for file in staging.rglob("*"):
-            if file.is_file():
-                _flush(file)
+        for inside in (staging, *staging.rglob("*")):  # libraries that write files make them their owner's alone
+            _as_others(inside)
+            if inside.is_file():
+                _flush(inside)
         os.rename(staging, path)  # over an empty folder, or into nothing
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -163,12 +165,17 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        _as_others(Path(name))
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):  # what went wrong first is what to tell
             os.unlink(name)
         raise
+
+
+def _as_others(path: Path) -> None:
+    """Let those read it who may read what the user writes elsewhere."""
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~UMASK)
 
 
 def write_text(path: Path, text: str) -> None:
