@@ -185,6 +185,12 @@ def test_a_folder_of_something_else_is_refused(tiny, tmp_path):
         pretrain(str(tiny), [], tmp_path / "lab")
 
 
+def test_a_source_of_weight_zero_is_left_out(tiny):
+    changes = ["data.sources.absent.files=nowhere.txt", "data.sources.absent.weight=0"]
+    recipe = read_recipe(str(tiny), changes)
+    assert list(corpus.prepare(recipe.data, 200, 0).read) == ["docs"]
+
+
 def test_runs_that_begin_together_share_a_cache(tiny, monkeypatch):
     """Both come to the tokenizer at once; whoever is second finds it, and the packed tokens, and they are the same."""
 

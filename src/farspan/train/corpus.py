@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Texts:
     """[data.sources.NAME] Files by pattern inside the data folder, and their share of the rows."""
 
     files: str
-    weight: float
+    weight: float  # 0: left out, so that a recipe can do without a source of its base
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def prepare(data: Data, length: int, seed: int, start: str = "", progress: Progr
     start: a model folder whose tokenizer is taken. With several processes the first one does the work and the others
     find it done; runs that share a cache pack one after the other.
     """
+    data = replace(data, sources={name: texts for name, texts in data.sources.items() if texts.weight})
     files = {name: find_files(data, name) for name in data.sources}
     cache = Path(data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
     with processes().main_process_first():
