@@ -354,3 +354,55 @@ def test_a_patch_folder_is_a_model(checkpoints: Path):
 def test_a_device_that_is_not_here_is_one_sentence(tmp_path, device):
     with pytest.raises(FarspanError, match=f"device '{device}' .*choose cpu, or cuda:0"):
         farspan.load("nope-twin", device=device)
+
+
+@pytest.fixture(scope="module")
+def infinite(tmp_path_factory) -> Path:
+    """A twin of which one weight is infinite."""
+    folder = tmp_path_factory.mktemp("infinite") / "model"
+    model, tokenizer = farspan.load("nope-twin")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.fill_(torch.inf)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("diagnose", "--lengths 700 --windows 1"),
+        ("lab theorems", "--length 16 --windows 2"),
+        ("lab distance", "--length 16 --windows 1"),
+        ("lab distance nope-twin", "--length 16 --windows 1"),
+    ],
+)
+@pytest.mark.parametrize("written", [True, False])
+def test_a_model_that_is_not_finite_is_one_sentence(
+    before: str, after: str, written: bool, infinite: Path, tmp_path, capsys, monkeypatch
+):
+    out = ["-o", str(tmp_path / "out")] if written else []
+    status, said = refusal(capsys, monkeypatch, *before.split(), str(infinite), *after.split(), *out)
+    assert status == 4
+    assert "loss" in said
+    assert "turns nan at position 1, and model.layers.2.mlp.up_proj.weight holds NaN or infinity" in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "nothing written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("pretrain twin-nope model.kv_heads=-1 --dry-run", "num_key_value_heads is -1; give a whole number of 1"),
+        ("lab run lab-tiny sizes.tiny.heads=0 --dry-run", "sizes.tiny.heads is 0; give 1 or more"),
+        ("lab run lab-tiny sizes.tiny.heads=0", "sizes.tiny.heads is 0; give 1 or more"),
+        ("lab run lab-tiny sizes.tiny.width=-4", "sizes.tiny.width is -4; give 1 or more"),
+        ("lab run lab-tiny sizes.tiny.layers=0", "sizes.tiny.layers is 0; give 1 or more"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_one_sentence(arguments: str, message: str, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, said = refusal(capsys, monkeypatch, *arguments.split())
+    assert status == 2
+    assert message in said
+    assert said.count("\n") == 1

@@ -18,16 +18,18 @@ import farspan
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan import cli
 from farspan.attention import seam
+from farspan.attention.entropy import EntropyByPosition
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
 from farspan.data.documents import Document, read_documents
 from farspan.data.windows import cut_windows
-from farspan.diagnosis.curves import measure
+from farspan.diagnosis.curves import Curves, measure
 from farspan.diagnosis.knees import Rule, distracted_heads, excess, find_knee, fit_trend, suggest_scale
 from farspan.errors import CorruptError, FarspanError
 from farspan.lengths import parse_lengths, parse_range
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
+from farspan.workflows.diagnosing import judge, model_names
 
 # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -55,6 +57,47 @@ def test_curves_bin_what_was_measured():
     assert curves.entropy.shape == (5,)
     assert (curves.entropy <= np.log([5, 10, 15, 20, 25])).all()
     assert not seam.installed(model)
+
+
+def overflowing(after: int):
+    """A sound model whose numbers grow too large after some tokens, as those of half precision do at length."""
+    model = FAMILIES[0].build()
+
+    def grow(module, arguments, output):
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        hidden[:, after:] *= torch.inf
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    model.model.layers[-1].register_forward_hook(grow)  # where no attention follows that would spread it
+    return model
+
+
+def test_a_loss_that_is_no_number_is_refused_with_its_first_position():
+    with pytest.raises(FarspanError, match=r"the loss of mine turns nan at position 21 although.*float32") as refused:
+        measure(overflowing(20), tokens(64), bins=8, name="mine")
+    assert "fewer than 21 tokens" in str(refused.value)
+    assert "dtype" not in str(refused.value), "there is nothing wider to load it in"
+    assert not isinstance(refused.value, CorruptError), "the file is whole"
+    with pytest.raises(FarspanError, match='outgrow bfloat16; .*write "dtype": "float32" into its config.json'):
+        measure(overflowing(20).bfloat16(), tokens(64), bins=8)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_no_number_is_named(value: float):
+    model = FAMILIES[0].build()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[3, 5] = value
+    with pytest.raises(CorruptError, match=r"position 1, and model.layers.2.mlp.down_proj.weight holds NaN or inf"):
+        measure(model, tokens(64), bins=8)
+
+
+def test_an_entropy_that_is_no_number_is_refused_although_the_loss_is_one(monkeypatch):
+    """Scores of ±10³⁸ differ by more than float32 holds, and the largest of them is all that the loss sees."""
+    tables = {0: torch.ones(4, 8), 1: torch.ones(4, 8)}
+    tables[1][3, 5] = tables[1][2, 6] = torch.nan
+    monkeypatch.setattr(EntropyByPosition, "entropy", property(lambda self: tables))
+    with pytest.raises(FarspanError, match="attention entropy of mine in head 3 of layer 1 turns nan at position 44"):
+        measure(FAMILIES[0].build(), tokens(64), bins=8, name="mine")
 
 
 # ---- knees -------------------------------------------------------------------------------------------------------
@@ -94,6 +137,27 @@ def test_a_bump_that_comes_back_is_no_knee():
     assert find_knee(positions, values, 1024, Rule(), rising=False) is None
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("start", [1300, 3000, 4080])
+def test_where_numbers_end_is_a_knee(start: int, value: float):
+    positions, values = curve(None)
+    values[positions > start] = value
+    assert find_knee(positions, values, 1024, Rule(), rising=False) == round(positions[positions > start][0])
+    assert np.isfinite(excess(positions, values, 1024, Rule(), rising=False)[positions < start]).all()
+
+
+def test_a_knee_before_the_numbers_end_is_the_knee():
+    positions, values = curve(1500)
+    found = find_knee(positions, values, 1024, Rule(), rising=False)
+    values[positions > 3000] = np.nan
+    assert find_knee(positions, values, 1024, Rule(), rising=False) == found
+
+
+def test_a_curve_without_numbers_has_no_trend():
+    with pytest.raises(FarspanError, match="only 0 finite points"):
+        find_knee(np.arange(1.0, 4097), np.full(4096, np.nan), 1024, Rule(), rising=False)
+
+
 def test_loss_has_no_rising_trend():
     positions = np.arange(1.0, 2000.0)
     rising = 3 + 0.5 * np.log(positions)
@@ -109,13 +173,33 @@ def test_distracted_heads_are_those_above_their_own_trend():
     assert distracted_heads(positions, heads, 1024, Rule()) == [(3, 1), (7, 0)]
 
 
-def test_the_suggested_scale_brings_entropy_back():
-    """Entropy of Gaussian scores of spread σ falls by σ² for each ln λ̂: 0.4 nats too many at σ² = 2 ask for e^0.2."""
-    positions = np.arange(1.0, 4097.0)
-    entropy = 2 + 0.3 * np.log(positions)
-    entropy[positions > 3500] += 0.4
-    assert suggest_scale(positions, entropy, np.full(4096, 2.0), 1024, Rule()) == pytest.approx(np.exp(0.2), abs=0.01)
-    assert suggest_scale(positions, 2 + 0.3 * np.log(positions), np.full(4096, 2.0), 1024, Rule()) == 1.0
+def test_the_suggested_scales_are_about_those_that_paper_a_found_best():
+    for factor, best in ((2, 1.2), (4, 1.5), (8, 1.8)):
+        assert suggest_scale(2048, factor * 2048) == pytest.approx(best, abs=0.051)
+
+
+def judged(knee: int | None, **options):
+    positions, loss = curve(knee)
+    _, entropy = curve(knee and knee - 100)
+    return judge("mine", 1024, Curves(positions, loss, {0: entropy[None]}, 1, 4096, 1), Rule(), **options)
+
+
+def test_a_scale_is_suggested_where_one_can_mend():
+    """That is: to a distracted model with layers without positions, as it was trained."""
+    found = judged(1500, without_positions=True)
+    assert found.suggested_scale == 1.5
+    assert found.verdict.endswith("distracted; to read 4,096 tokens, a scale of 1.5 is a place to start.")
+    with_positions = judged(1500, without_positions=False)
+    assert with_positions.suggested_scale is None
+    assert "no uniform scale suggests itself, for no layer is seen" in with_positions.verdict
+    scaled = judged(1500, without_positions=True, uniform=1.2)
+    patched = judged(1500, without_positions=True, scales=Scales.uniform(1.2, [0], 1))
+    for already in (scaled, patched):
+        assert already.suggested_scale is None
+        assert already.verdict.endswith("1 of 1 heads are distracted.")
+    assert judged(None, without_positions=True).suggested_scale is None, "nothing is to be mended"
+    assert found.to_json()["suggested_scale"] == 1.5
+    assert with_positions.to_json()["suggested_scale"] is None
 
 
 # ---- documents ---------------------------------------------------------------------------------------------------
@@ -321,6 +405,24 @@ def test_json_has_the_documented_keys(model_folder):
     }
     assert text["train_length"] == 64
     assert len(text["positions"]) == len(text["loss"]) == len(text["entropy"])
+
+
+def test_the_twins_differ_in_what_is_suggested():
+    nope, rope = farspan.diagnose(["nope-twin", "rope-twin"], lengths=[1024], windows=1, rule=Rule(noise=0))
+    assert None not in (nope.coincide, rope.coincide), "both fail"
+    assert nope.suggested_scale == 1.25
+    assert rope.suggested_scale is None
+
+
+def test_no_two_models_have_one_name(tmp_path):
+    for folder in ("a/model", "b/model", "x/a/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    a, b, other = (str(tmp_path / folder) for folder in ("a/model", "b/model", "x/a/model"))
+    assert model_names([a, b]) == ["a/model", "b/model"]
+    assert model_names([a, b, other]) == [a, "b/model", other]
+    assert model_names([a, a, "nope-twin", "nope-twin"]) == [a, f"{a} (2)", "nope-twin", "nope-twin (2)"]
+    assert model_names(["m (2)", "m", "m"]) == ["m (2)", "m", "m (3)"]
+    assert model_names(["."]) == ["."]
 
 
 def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -15,8 +16,11 @@ from scipy.spatial.distance import jensenshannon
 from families import FAMILIES
 from farspan.errors import FarspanError
 from farspan.lab.distance import Distance, ablation, attention, distances, jsd, legacy, mass_by_distance, weights
+from farspan.loading import TWINS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
+from farspan.terminal import show_comparison
+from farspan.workflows.explaining import compare
 
 HEADS = 4
 
@@ -156,3 +160,17 @@ def test_one_head_has_no_legacy_pair(ids):
 def test_models_of_other_depths_are_refused(ids):
     with pytest.raises(FarspanError, match="models of 2 and 3 attention layers"):
         distances([model(), model(num_hidden_layers=3)], [ids])
+
+
+def test_models_in_folders_of_one_name_are_all_told(tmp_path, capsys):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model").symlink_to(TWINS / "nope-twin")
+    sources = [str(tmp_path / folder / "model") for folder in ("a", "b")]
+    found = compare(sources, length=8, windows=1, out=tmp_path / "out")
+    show_comparison(found, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert list(said["loss_without_head"]) == ["a/model", "b/model"]
+    assert said["distances"][0]["models"] == ["a/model", "b/model"]
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert [each["model"] for each in record["heads"]] == ["a/model", "b/model"]

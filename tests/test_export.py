@@ -301,6 +301,24 @@ def test_narrower_weights_are_proven_as_such(tmp_path):
     assert 1e-5 < done.proofs["inside"].max_abs_logit < done.proofs["inside"].tolerance
 
 
+@pytest.mark.parametrize("format", ["live", "peft"])
+def test_a_dtype_that_no_weight_is_written_in_is_refused(format: str, tmp_path):
+    """It would change nothing but what the proof allows."""
+    source = tiny("llama", tmp_path)
+    message = f"the format {format} has no use for --dtype bfloat16; .*: folded, stock, gguf$"
+    with pytest.raises(FarspanError, match=message):
+        farspan.export(source, tmp_path / "out", format, dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_tells_a_dtype_where_there_was_a_choice(tmp_path):
+    source = tiny("llama", tmp_path)
+    for format in ("live", "stock"):
+        farspan.export(source, tmp_path / format, format)
+        settings = json.loads((tmp_path / format / "record.json").read_text())["settings"]
+        assert settings.get("dtype") == (None if format == "live" else "float32")
+
+
 def test_a_mismatch_leaves_nothing_and_exits_3(tmp_path, monkeypatch, capsys):
     wrong = Proof(tokens=256, max_abs_logit=0.5, kl=0.1, same_argmax=0.5, tolerance=1e-4)
     monkeypatch.setattr(exporting, "prove", lambda *args, **options: wrong)
@@ -375,6 +393,23 @@ def test_transformers_reads_a_rotary_gguf_file(exported, patched):
     assert (logits(read, sample()) - live).abs().max() < 1e-3
     with pytest.raises(FarspanError, match="scales its rotation .yarn.*load the checkpoint"):
         farspan.load(exported("rope-twin:yarn", "gguf").folder / "model.gguf")
+
+
+def test_a_gguf_file_that_transformers_cannot_read_is_told_by_its_cause(exported, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    with pytest.raises(
+        FarspanError, match="granite without rotation, which llama.cpp reads.*load the checkpoint"
+    ) as told:
+        farspan.load(exported("nope-twin:scales", "gguf").folder / "model.gguf")
+    assert "config.json" not in str(told.value)
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "nonesuch")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(FarspanError, match="nonesuch.*load the checkpoint that it was made from") as told:
+        farspan.load(tmp_path / "other.gguf")
+    assert "config.json" not in str(told.value)
 
 
 def refusal(capsys, monkeypatch, *arguments: str) -> tuple[int, str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ from farspan.methods.uniform import fit_log, full_grid, uniform
 from farspan.model.loss import mean_loss, token_losses
 from farspan.train.steps import Steps
 from farspan.workflows import extending
-from farspan.workflows.extending import METHODS, Extension, extend, read_extension
+from farspan.workflows.extending import METHODS, Extension, check_used, extend, fit_in_turn, read_extension
 
 QUICK = Search(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
 LENGTH, TARGET = 16, 40
@@ -361,15 +363,16 @@ def tiny(tmp_path_factory):
     return folder
 
 
-FEW = Extension(
-    search=QUICK, tuning=Tuning(steps=2, batch=2, micro_batch=2), choose_windows=2, report_windows=2, passkeys=0
-)
+FEW = Extension(choose_windows=2, report_windows=2, passkeys=0)
+SEARCHED = replace(FEW, search=QUICK)
+TUNED = replace(FEW, tuning=Tuning(steps=2, batch=2, micro_batch=2))
+RECIPES = {"headscale": SEARCHED, "headlog": SEARCHED, "drope": TUNED}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_extends_and_proves_it(tiny, tmp_path, method):
     source = tiny / ("rope" if method in extending.ROPED else "none")
-    found = extend(source, 128, tmp_path / "patch", method, data=tiny / "text.txt", recipe=FEW)
+    found = extend(source, 128, tmp_path / "patch", method, data=tiny / "text.txt", recipe=RECIPES.get(method, FEW))
     assert found.proof == pytest.approx(0, abs=1e-4)
     assert set(found.before) == {"loss@32", "loss@64", "loss@128"}
     model, _ = farspan.load(tmp_path / "patch")
@@ -386,21 +389,37 @@ def test_every_method_extends_and_proves_it(tiny, tmp_path, method):
 
 
 def test_methods_combine_and_hybrids_are_scaled_where_there_are_no_positions(tiny, tmp_path):
-    found = extend(tiny / "hybrid", 128, tmp_path / "both", "yarn+headscale", data=tiny / "text.txt", recipe=FEW)
+    found = extend(tiny / "hybrid", 128, tmp_path / "both", "yarn+headscale", data=tiny / "text.txt", recipe=SEARCHED)
     assert found.patch.method == "yarn+headscale"
     assert found.patch.scales.layers == (1,)
     assert found.patch.rope["rope_type"] == "yarn"
     assert seam.installed(farspan.load(tmp_path / "both").model)
-    over = extend(tiny / "rope", 128, tmp_path / "drope", "drope+uniform", data=tiny / "text.txt", recipe=FEW)
+    over = extend(tiny / "rope", 128, tmp_path / "drope", "drope+uniform", data=tiny / "text.txt", recipe=TUNED)
     assert over.patch.weights
     assert over.proof == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "chosen"), [("none", {"uniform", "headscale", "headlog"}), ("rope", {"ntk", "yarn"})])
 def test_auto_chooses_and_says_why(tiny, tmp_path, kind, chosen):
-    found = extend(tiny / kind, 128, tmp_path / "auto", "auto", data=tiny / "text.txt", recipe=FEW)
+    found = extend(tiny / kind, 128, tmp_path / "auto", "auto", data=tiny / "text.txt", recipe=SEARCHED)
     assert found.patch.method in chosen
     assert f"auto chose {found.patch.method}: loss" in found.notes[-1]
+
+
+def test_auto_chooses_by_the_loss_of_what_it_would_apply():
+    """Weights that were tuned count: the loss that is told is the patched model's."""
+    model = BY_NAME["farspan-rope"].build()
+    job = job_for(model)
+    tuning = Tuning(steps=8, batch=2, micro_batch=2, lr=1e-2, warmup=1)
+    patch, (why,) = fit_in_turn(model, job, replace(FEW, tune="fair", tuning=tuning), ["auto"])
+    assert patch.weights
+    fresh = patch.apply(BY_NAME["farspan-rope"].build())
+    assert f": loss {float(loss_by_position(fresh, job.choose).mean()):.4f} on" in why
+    assert torch.equal(model.model.norm.weight, patch.weights["model.norm.weight"])
+    untuned = BY_NAME["farspan-rope"].build()
+    before = {name: parameter.detach().clone() for name, parameter in untuned.named_parameters()}
+    extending._loss_with(untuned, patch, job.choose)
+    assert all(torch.equal(before[name], parameter) for name, parameter in untuned.named_parameters())
 
 
 def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
@@ -422,6 +441,12 @@ def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
         ({"method": "headscale+uniform"}, "scales attention twice or too early"),
         ({"method": "uniform+yarn"}, "scales attention twice or too early"),
         ({"method": "auto+headscale"}, "auto chooses by itself"),
+        (
+            {"method": "pi+ntk"},
+            r"pi\+ntk sets rotation 2 times, and only ntk would be left of it; choose one of pi, ntk",
+        ),
+        ({"method": "drope+yarn"}, "only yarn would be left of it; choose one of drope, yarn"),
+        ({"method": "yarn+ntk+headscale"}, "only ntk would be left of it"),
         ({"to": 100_000}, "no document has 112500 tokens"),
     ],
 )
@@ -431,6 +456,56 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_written(tiny, tmp_path, c
         extend(tiny / "none", out=tmp_path / "out", data=tiny / "text.txt", recipe=FEW, **asked)
     assert caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("yarn", ["tuning.steps=3"], r"yarn tunes nothing, so it has no use for tuning.steps=3; add tune=fair"),
+        ("yarn+headscale", ["tuning.lr=0.5"], r"yarn\+headscale tunes nothing, so .* tuning.lr=0.5; add tune=fair"),
+        ("headscale", ["tune=fair"], "headscale has no use for tune=fair; leave it away, .*: pi, ntk, .*, yarn, auto$"),
+        ("headscale", ["fitted=false"], "no use for fitted=false; .* a method that has: logn, llama4, ssmax$"),
+        ("piecewise", ["fitted=false"], "piecewise has no use for fitted=false"),
+        ("uniform", ["search.lr=[0.1]"], r"no use for search.lr=\[0.1\]; .*: headscale, headlog, auto$"),
+        ("drope", ["tune=raw"], "drope has no use for tune=raw"),
+        ("auto", ["fitted=false"], "auto has no use for fitted=false"),
+        ("auto", ["tuning.steps=3"], "auto tunes nothing"),
+    ],
+)
+def test_settings_that_would_change_nothing_are_refused(tmp_path, method, changes, message):
+    with pytest.raises(FarspanError, match=message) as caught:
+        extend("nope-twin", 1024, tmp_path / "out", method, recipe=read_extension(None, changes))
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("yarn", ["tune=raw", "tuning.steps=3"]),
+        ("yarn+headscale", ["tune=fair", "search.steps=3"]),
+        ("drope+headlog", ["tuning.steps=3", "search.init=1"]),
+        ("ssmax", ["fitted=false"]),
+        ("auto", ["tune=fair", "tuning.steps=3", "search.steps=3"]),
+        ("uniform", ["search_windows=3", "passkeys=0", "seed=1"]),
+    ],
+)
+def test_settings_that_a_method_uses_are_taken(method, changes):
+    check_used(method.split("+"), read_extension(None, changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        (["tune=fair"], 200),
+        (["tune=raw"], 1000),
+        (["tune=fair", "tuning.steps=50"], 50),
+        (["tune=raw", "tuning.steps=7"], 7),
+    ],
+)
+def test_steps_that_were_asked_for_are_tuned(changes, steps, monkeypatch):
+    monkeypatch.setattr(extending, "roped", lambda model, job, method, tuning: tuning.steps)
+    assert METHODS["yarn"](None, None, read_extension(None, changes)) == steps
 
 
 def test_a_table_of_positions_is_not_asked_beyond_its_end(tiny, tmp_path):
@@ -459,13 +534,40 @@ def test_a_patch_that_does_not_take_effect_is_not_written(tiny, tmp_path, monkey
     assert not (tmp_path / "patch").exists()
 
 
+def test_a_difference_that_is_no_number_proves_nothing(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(extending, "last_logits", lambda model, tokens, keep: torch.full((1, 4), torch.nan))
+    with pytest.raises(ProofError, match="differs from the fitted model by nan in a logit .*; nothing was written"):
+        extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert not (tmp_path / "patch").exists()
+
+
+def test_a_model_whose_weights_are_infinite_is_one_sentence(tiny, tmp_path):
+    model, tokenizer = farspan.load(tiny / "none")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    recipe = replace(FEW, fitted=False)
+    with pytest.raises(FarspanError, match=r"broken has a loss of nan at position 1 of the text; give a model whose"):
+        extend(tmp_path / "broken", 128, tmp_path / "patch", "logn", data=tiny / "text.txt", recipe=recipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_method_that_ruins_the_model_is_told_apart_from_a_ruined_model(tiny, tmp_path, monkeypatch):
+    weights = {"model.norm.weight": torch.full((32,), torch.nan)}
+    monkeypatch.setitem(METHODS, "uniform", lambda model, job, how: job.patch("uniform", weights=weights))
+    with pytest.raises(FarspanError, match=r"none by uniform has a loss of nan .*, or a smaller learning rate"):
+        extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_memory_that_runs_out_names_the_way_out(tiny, tmp_path, monkeypatch):
     def hungry(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(searching, "mean_loss", hungry)
     with pytest.raises(FarspanError, match=r"memory does not reach for windows of 144 tokens; .*search.micro_batch=1"):
-        extend(tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=FEW)
+        extend(tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=SEARCHED)
 
 
 def test_another_unfinished_search_is_not_touched(tiny, tmp_path):
@@ -507,6 +609,50 @@ def test_a_patch_is_not_extended_again(tiny, tmp_path):
     extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
     with pytest.raises(FarspanError, match="is a patch already; extend its base model"):
         extend(tmp_path / "patch", 256, tmp_path / "again", "uniform", data=tiny / "text.txt", recipe=FEW)
+
+
+def test_a_patch_finds_its_base_from_any_folder(tiny, tmp_path, monkeypatch):
+    """Fitted on a path as short as a hub id; called by that in what is given to others."""
+    shutil.copytree(tiny / "none", tmp_path / "runs" / "model")
+    monkeypatch.chdir(tmp_path)
+    extend("runs/model", 128, "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    record = json.loads((tmp_path / "patch" / "record.json").read_text())
+    assert record["settings"]["model"] == "runs/model"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert seam.installed(farspan.load("../patch").model)
+    assert Patch.load(tmp_path / "patch").name == str(tmp_path / "runs" / "model")
+    for format in ("stock", "live"):
+        farspan.export("../patch", format, format)
+        written = [path.read_text() for path in Path(format).iterdir() if path.suffix in (".json", ".md")]
+        assert any("runs/model, extended from 64 to 128" in text for text in written)
+        assert not any(str(tmp_path / "runs") in text for text in written)
+
+
+@pytest.mark.parametrize("name", ["nope-twin", "owner/model"])
+def test_twins_and_hub_ids_keep_their_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    patch = Patch("test", "0" * 64, 128, 64, name=name)
+    assert extending._located(patch, name) is patch
+
+
+def test_a_patch_whose_base_is_gone_says_what_it_looked_for(tiny, tmp_path, monkeypatch):
+    def unreachable(*_args, **_options):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    shutil.copytree(tiny / "none", tmp_path / "model")
+    extend(tmp_path / "model", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    patch = Patch.load(tmp_path / "patch")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    for number, name in enumerate((patch.name, "runs/model", "model.gguf")):
+        folder = replace(patch, name=name).save(tmp_path / str(number))
+        with pytest.raises(FarspanError, match="names a base model that is not found") as caught:
+            farspan.load(folder)
+        for part in (f"the patch in {folder} ", name, f"put that model into {folder / 'base'}, or name its place in"):
+            assert part in str(caught.value)
+    shutil.copytree(tmp_path / "moved", tmp_path / "0" / "base")
+    assert seam.installed(farspan.load(tmp_path / "0").model), "the way out is one"
 
 
 def test_dynamic_rotation_forgets_between_measurements(tiny, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -92,6 +93,27 @@ def test_a_study_trains_every_cell_once_and_goes_on(done):
     assert {**before["result"], "seconds": 0} == {**after["result"], "seconds": 0}, "the same seed makes the same model"
     assert len(run(source, ["seeds=[0, 1, 2]"], out, say=said.append).entries[0].results) == 3
     assert len(said) == 1 + 4, "a wider study trains what is new"
+
+
+def test_a_finished_study_that_is_to_keep_its_models_trains_those_that_are_missing(done, tmp_path):
+    source, said = str(done / "small.toml"), []
+    few = ['tasks=["copy"]', 'encodings=["none"]']
+    before = run(source, [*few, "save=false"], tmp_path)
+    assert not (tmp_path / "models").exists()
+    files = {file.name for file in (tmp_path / "cells").iterdir()}
+    after = run(source, few, tmp_path, say=said.append)
+    assert len(said) == len(list((tmp_path / "models").iterdir())) == 2
+    assert {file.name for file in (tmp_path / "cells").iterdir()} == files, "the cells are the same"
+    assert not list((tmp_path / "claims").iterdir())
+    for one, other in zip(before.entries[0].results, after.entries[0].results, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    shutil.rmtree(next((tmp_path / "models").glob("copy.none.*.s1-*")))
+    run(source, [*few, "processes=2"], tmp_path, say=said.append)
+    assert [line.split()[0].rpartition(".")[2] for line in said[2:]] == ["s1"], "only what is missing"
+    assert len(list((tmp_path / "models").iterdir())) == 2
+    run(source, few, tmp_path, say=said.append)
+    run(source, [*few, "save=false"], tmp_path, say=said.append)
+    assert len(said) == 3
 
 
 def test_what_a_study_leaves_behind(done):

@@ -19,7 +19,7 @@ from farspan.attention.scales import Scales
 from farspan.data.passkey import HELD_OUT, KEYS, SCORED, Passkeys
 from farspan.errors import FarspanError
 from farspan.evals import passkey
-from farspan.evals.passkey import Beginning, Passkey, attend_lower_right, grid_lengths, tells
+from farspan.evals.passkey import Beginning, Passkey, attend_lower_right, grid_lengths, passkey_share, tells
 from farspan.model.loss import ending_logits
 
 
@@ -261,6 +261,25 @@ def test_scores_are_shares_by_length_over_the_grid_and_by_depth():
     ]
     assert {score.tags["trained_on_passkeys"] for score in scores} == {"no"}
     assert all(0 <= score.low <= score.value <= score.high <= 1 for score in scores)
+
+
+@pytest.mark.parametrize("options", [{"depths": 10}, {"depths": 2, "keys": 3, "seed": 5, "batch": 2}])
+def test_the_share_that_extend_tells_is_the_score_of_the_evaluation(twin, grid, monkeypatch, options):
+    """By the same documents to the last token, or the two would differ for one patch."""
+    model, tokenizer = twin
+    length, read = grid.lengths[-1], []
+    documents = Passkey.documents
+    monkeypatch.setattr(
+        Passkey, "documents", lambda self, *cell: (read.append(found := documents(self, *cell)), found)[1]
+    )
+    share = passkey_share(model, tokenizer, length, **options)
+    mine, read[:] = list(read), []
+    one = Passkey((length,), **{"keys": 1, **options})
+    samples = [sample for cell in one.cells() for sample in one.run(cell, model, tokenizer)]
+    assert one.score(samples)[0].value == share
+    assert 0 < share < 1, "all or none told would prove little"
+    assert mine == read
+    assert len(samples) == options["depths"] * options.get("keys", 1)
 
 
 def test_the_lengths_of_a_grid():

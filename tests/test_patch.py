@@ -142,6 +142,15 @@ def test_one_checkpoint_read_in_two_ways_is_two_models(tmp_path):
     assert {layer.position for layer in farspan.inspect(tmp_path / "patch").layers} == {"none"}
 
 
+def test_a_label_is_what_others_see_of_a_place_on_this_disk(tmp_path):
+    patch = replace(patch_for(family("llama"), rope=YARN), name="/home/me/runs/a", label="runs/a")
+    loaded = Patch.load(patch.save(tmp_path / "patch"))
+    assert (loaded.name, loaded.label) == ("/home/me/runs/a", "runs/a")
+    assert "/home/me" not in json.dumps(loaded.for_others().describe())
+    assert loaded.for_others().name == "runs/a"
+    assert replace(patch, label="").for_others().name == patch.name
+
+
 def test_of_two_patches_the_later_wins():
     model = family("llama")
     one, two = torch.ones(32), 2 * torch.ones(32)

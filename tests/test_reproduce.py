@@ -12,9 +12,12 @@ from farspan.cells import Cells
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
+from farspan.methods.headscale import Search
+from farspan.methods.tuning import Tuning
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.study import losses, report
 from farspan.workflows import reproduce as studies
+from farspan.workflows.extending import Extension
 from farspan.workflows.reproduce import Study, cells, read_study, reproduce, so_far
 
 
@@ -33,6 +36,54 @@ def test_a_method_that_does_not_exist_is_named():
         cells(Study({"small-nope": ("headscal",)}))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            dict(methods={"nope-twin": ("none", "none")}),
+            r"methods.nope-twin names something twice: \['none', 'none'\]; ",
+        ),
+        (dict(factors=(2, 4, 2)), r"factors names something twice: \[2, 4, 2\]; name each once"),
+        (dict(seeds=(0, 0)), "seeds names something twice"),
+        (dict(grids=("nope-twin", "nope-twin")), "grids names something twice"),
+        (dict(report=("a.txt", "a.txt")), "report names something twice"),
+        (dict(grids=("rope-twin",)), r"grids names 'rope-twin', which is not under \[methods\] \(nope-twin\); add it"),
+        (dict(methods={}), "methods is empty, and so is the study; name at least one"),
+        (dict(seeds=()), "seeds is empty"),
+    ],
+)
+def test_a_study_whose_cells_could_never_all_be_found_is_refused(wrong, message):
+    """It would wait for ever for a second result of one cell, or for a model that nobody asks for."""
+    with pytest.raises(FarspanError, match=message):
+        Study(**{"methods": {"nope-twin": ("none", "uniform")}, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("pi+ntk", r"pi\+ntk sets rotation 2 times"),
+        ("headscale:tune=fair", "headscale has no use for tune=fair"),
+        ("yarn:search.steps=3", "yarn has no use for search.steps=3"),
+        ("none+uniform", "names 'none.uniform', and none is the model as it is; give it alone"),
+        ("none:seed=1", "names 'none:seed=1', and none is the model as it is"),
+    ],
+)
+def test_a_method_that_would_not_do_what_its_name_says_is_refused(method, message):
+    with pytest.raises(FarspanError, match=message):
+        cells(Study({"small-rope": (method,)}))
+
+
+def test_settings_of_a_study_serve_those_of_its_methods_that_use_them():
+    how = Extension(search=Search(steps=3), tuning=Tuning(steps=3), tune="fair", fitted=False)
+    study = Study({"m": ("uniform", "headscale", "logn", "yarn:tuning.lr=0.5", "drope")}, extension=how, factors=(2,))
+    assert [cell.method for cell in cells(study)] == [
+        "uniform",
+        *["headscale"] * 3,
+        *study.methods["m"][2:4],
+        *["drope"] * 3,
+    ]
+
+
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A model of two layers trained on 32 tokens by its config, and the texts that a study reads."""
@@ -47,9 +98,10 @@ def tiny(tmp_path, monkeypatch):
         part = text[number * 20_000 : (number + 1) * 20_000]
         (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"text": part}) + "\n")
     monkeypatch.setattr(studies, "find_model", lambda *asked: tmp_path / "model")
-    monkeypatch.setattr(studies.Texts, "_path", lambda self, file: tmp_path / "data" / file.removesuffix(".xz"))
     monkeypatch.setattr(studies, "passkey_share", lambda model, tokenizer, length, **options: 0.5)
     (tmp_path / "study.toml").write_text(
+        f'folder = "{tmp_path}/data"\nsearch = "books_train_a.jsonl"\nchoose = "books_train_b.jsonl"\n'
+        'report = ["books_val.jsonl", "pg19_test_a.jsonl"]\n'
         'factors = [2]\nseeds = [0, 1]\nreport_windows = 2\nreport_factor = 2\ngrids = ["nope-twin"]\n'
         "grid_low = 1.0\ngrid_high = 1.02\n"
         '[methods]\nnope-twin = ["none", "uniform", "headscale:search.init=1.2"]\n'
@@ -104,6 +156,48 @@ def test_a_study_shows_what_is_finished(tiny):
     assert so_far(source, [], out) == left
     reproduce(source, ["report_windows=3"], out)
     assert so_far(source, [], out) == left, "what was measured otherwise is another study's"
+
+
+def test_other_text_under_the_same_name_is_measured_anew(tiny):
+    """By its content; and another release of farspan may measure in another way."""
+    source, out = str(tiny / "study.toml"), tiny / "out"
+    few = ['methods.nope-twin=["none"]', "grids=[]"]
+    said: list[str] = []
+    (first,) = reproduce(source, few, out, say=said.append)
+    file = tiny / "data" / "books_val.jsonl"
+    text = file.read_text()
+    file.write_text(json.dumps({"text": json.loads(text)["text"][::-1]}) + "\n")
+    (second,) = reproduce(source, few, out, say=said.append)
+    assert second["loss"]["books_val"] != first["loss"]["books_val"]
+    assert second["loss"]["pg19_test_a"] == first["loss"]["pg19_test_a"]
+    file.write_text(text)
+    assert reproduce(source, few, out, say=said.append) == [first]
+    assert len(said) == 2, "what was measured on the text that is back is still there"
+
+
+def test_another_release_measures_anew(tiny, monkeypatch):
+    source, out = str(tiny / "study.toml"), tiny / "out"
+    few = ['methods.nope-twin=["none", "uniform"]', "grids=[]"]
+    assert [found["method"] for found in reproduce(source, few, out)] == ["none", "uniform"]
+    monkeypatch.setattr(studies, "__version__", "99")
+    said: list[str] = []
+    reproduce(source, ['methods.nope-twin=["none"]', "grids=[]"], out, say=said.append)
+    assert len(said) == 1
+    assert [found["method"] for found in so_far(source, few, out)] == ["none"], "no table holds results of two releases"
+
+
+def test_a_study_needs_no_file_that_it_does_not_read(tiny, monkeypatch):
+    """Nor those by which the recipes of models find their folder."""
+    data = tiny / "data"
+    names = {"books_train_a": "find", "books_train_b": "pick", "books_val": "tell"}
+    for old, new in names.items():
+        (data / f"{old}.jsonl").rename(data / f"{new}.jsonl")
+    (data / "pg19_test_a.jsonl").unlink()
+    own = ["search=find.jsonl", "choose=pick.jsonl", 'report=["tell.jsonl"]', 'methods.nope-twin=["none"]', "grids=[]"]
+    (found,) = reproduce(str(tiny / "study.toml"), own, tiny / "out")
+    assert set(found["loss"]) == {"tell"}
+    monkeypatch.setenv("FARSPAN_DATA", str(data))
+    assert reproduce(str(tiny / "study.toml"), [*own, "folder="], tiny / "out") == [found]
 
 
 def test_results_of_something_else_are_none_of_a_study(tiny):

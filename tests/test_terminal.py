@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -67,3 +68,32 @@ def test_an_absurd_interval_leaves_room_for_names(monkeypatch, capsys):
 def test_small_files_have_a_size():
     assert size(23_700_000) == "23.7 MB"
     assert size(6_400) == "6.4 KB"
+
+
+def test_where_no_scale_suggests_itself_there_is_a_dash(capsys):
+    found = SimpleNamespace(
+        label="rope-twin",
+        train_length=512,
+        curves=SimpleNamespace(loss_at=lambda length, span: 4.627),
+        loss_knee=652,
+        entropy_knee=540,
+        distracted_heads=[],
+        heads=48,
+        suggested_scale=None,
+        verdict="Loss leaves its trend.",
+    )
+    terminal.show_diagnoses([found], [1024])
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("rope-twin"))
+    assert row.split()[-1] == "–"
+
+
+def test_names_of_compared_models_are_shown_as_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "out_console", Console(width=120, highlight=False))
+    table = np.zeros((1, 2))
+    distance = SimpleNamespace(nearest=np.zeros(1), matched=np.zeros(1))
+    models, mass = ["runs/[small]", "nope-twin"], np.zeros((1, 2, 4))
+    found = SimpleNamespace(
+        models=models, tokens=8, pairs={(0, 1): distance}, mass=[mass, mass], ablations=[table, table]
+    )
+    terminal.show_comparison(found, as_json=False)
+    assert "runs/[small] · nope-twin" in capsys.readouterr().out

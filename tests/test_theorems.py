@@ -19,9 +19,11 @@ from farspan.lab.theorems import (
     prove,
     read_positions,
 )
-from farspan.loading import load
+from farspan.loading import TWINS, load
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import draw_theorem
+from farspan.terminal import show_theorems
+from farspan.workflows.explaining import theorems
 
 N = 4096
 
@@ -142,3 +144,15 @@ def test_the_theorem_is_drawn():
     assert len(figure.axes) == 3
     found = figure.axes[2].lines[1].get_xydata()
     assert np.allclose(found[:, 1], -((found[:, 0] - 3) ** 2))
+
+
+def test_models_in_folders_of_one_name_are_all_read(tmp_path, capsys):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model").symlink_to(TWINS / "nope-twin")
+    found = theorems([str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")], length=16, windows=2)
+    assert list(found.readings) == ["a/model", "b/model"]
+    show_theorems(found, 16)
+    said = capsys.readouterr().out
+    assert "a/model: R²" in said
+    assert "b/model: R²" in said

@@ -26,7 +26,7 @@ from torch.optim import Muon
 import farspan
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError, PreemptedError
-from farspan.train import checkpoint, pretrain
+from farspan.train import checkpoint, loop, pretrain
 from farspan.train.corpus import Data, Texts
 from farspan.train.loop import train
 from farspan.train.optim import Optimization, StackedMuon, rate
@@ -281,6 +281,23 @@ def test_a_loss_that_is_no_number_or_runs_away_stops_at_once_and_names_the_layer
         train(work, replace(recipe.plan, log_every=1), run, poison)
     assert caught.value.exit_code == 2
     assert checkpoint.newest(run).step == 20
+    assert f"the last good state is in {checkpoint.newest(run).folder}; " in str(caught.value)
+
+
+def test_a_run_that_diverged_is_told_what_can_be_done(recipe, prepared, tmp_path, monkeypatch):
+    """Before the first checkpoint nothing is kept, and another learning rate is another run, in another folder."""
+    troubles = iter((None, "the loss is nan"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_trouble", lambda loss, norm, calm: next(troubles))
+        with pytest.raises(FarspanError, match="diverged at step 2: the loss is nan, first seen in ") as caught:
+            pretrain.pretrain(recipe, tmp_path / "run", prepared=prepared)
+    assert str(caught.value).endswith(
+        "no state of it is kept, for there was no checkpoint yet; train again with a lower learning rate and another -o"
+    )
+    lower = replace(recipe, optimization=replace(recipe.optimization, lr=1e-4))
+    with pytest.raises(FarspanError, match="holds another run"):
+        pretrain.pretrain(lower, tmp_path / "run", prepared=prepared)
+    pretrain.pretrain(lower, tmp_path / "another", prepared=prepared)
 
 
 def test_weights_that_are_no_numbers_are_never_saved(recipe, prepared, tmp_path):

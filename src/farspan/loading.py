@@ -29,7 +29,12 @@ from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
 BASE = "base"  # where a patch folder that carries its model keeps it
+MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class _AbsentError(FarspanError):
+    """Nothing is where the name of a model points."""
 
 
 class Loaded(NamedTuple):
@@ -112,7 +117,7 @@ def load_config(
     elif not HUB_ID.fullmatch(str(source)):
         near = difflib.get_close_matches(str(source), [twin.name for twin in TWINS.iterdir()], 1)
         hint = f"the nearest twin is {near[0]}" if near else "check the path"
-        raise FarspanError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}")
+        raise _AbsentError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}")
     else:
         _check_hub(str(source))
     with quiet(), _readable(source):
@@ -155,7 +160,7 @@ def _check_hub(name: str) -> None:
     try:
         huggingface_hub.HfApi().model_info(name, timeout=5)
     except Exception as error:  # whatever the network or the hub has to say
-        raise FarspanError(
+        raise _AbsentError(
             f"{name} is no folder here, and the hub does not give it ({type(error).__name__}); check the path, the "
             "name, or the network"
         ) from None
@@ -191,19 +196,19 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
 def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.device | None) -> Loaded:
     """A llama.cpp model, its weights unpacked to floating point."""
     if not file.is_file():
-        raise FarspanError(f"{file} does not exist; check the path")
+        raise _AbsentError(f"{file} does not exist; check the path")
     if importlib.util.find_spec("gguf") is None:
         raise FarspanError(f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
     # The unpacking has a progress bar of its own that no setting turns off.
-    with quiet(), _readable(file), contextlib.redirect_stderr(io.StringIO()):
-        _refuse_scaled_rope(file)
+    with quiet(), _readable(file, MADE_FROM), contextlib.redirect_stderr(io.StringIO()):
+        _refuse_misread(file)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     return Loaded(model.to(device).eval() if device else model.eval(), tokenizer)
 
 
-def _refuse_scaled_rope(file: Path) -> None:
-    """transformers leaves the rope scaling of most files away, without a word."""
+def _refuse_misread(file: Path) -> None:
+    """transformers leaves the rope scaling of most files away, without a word, and reads no model without rotation."""
     from gguf import GGUFReader
 
     try:
@@ -214,8 +219,13 @@ def _refuse_scaled_rope(file: Path) -> None:
         if key.endswith(".rope.scaling.type") and not key.startswith("gpt-oss.") and field.contents() != "none":
             raise FarspanError(
                 f"{file.name} scales its rotation ({field.contents()}), and transformers would read it without that; "
-                "load the checkpoint that it was made from"
+                f"{MADE_FROM}"
             )
+    unturned = fields.get("granite.rope.scaling.finetuned")
+    if unturned is not None and not unturned.contents():  # as farspan writes models without positions
+        raise FarspanError(
+            f"{file.name} is a granite without rotation, which llama.cpp reads and transformers does not; {MADE_FROM}"
+        )
 
 
 def _load_patched(folder: Path, **options) -> Loaded:
@@ -232,7 +242,13 @@ def load_base(folder: Path, patch: Patch, *, position: str | None = None, **opti
         raise FarspanError(
             f"{folder} names {source or 'nothing'!r} as the model it patches; load its base model and use Patch.apply"
         )
-    return load(source, position=position or patch.position, **options)
+    try:
+        return load(source, position=position or patch.position, **options)
+    except _AbsentError as error:
+        raise FarspanError(
+            f"the patch in {folder} names a base model that is not found ({str(error).partition(';')[0]}); put that "
+            f"model into {inside}, or name its place in {folder / 'patch.json'}"
+        ) from None
 
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase | None:
@@ -259,7 +275,9 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(source: str | Path) -> Iterator[None]:
+def _readable(
+    source: str | Path, way_out: str = "check its config.json and that this transformers knows the family"
+) -> Iterator[None]:
     """transformers' own errors about a checkpoint, as one sentence."""
     try:
         yield
@@ -267,8 +285,7 @@ def _readable(source: str | Path) -> Iterator[None]:
         raise
     except Exception as error:  # a checkpoint can be wrong in more ways than transformers has words for
         raise FarspanError(
-            f"{source} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)}); "
-            "check its config.json and that this transformers knows the family"
+            f"{source} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)}); {way_out}"
         ) from error
 
 

@@ -60,11 +60,6 @@ def to_toml(recipe: Any) -> str:
     return "\n".join(block + "\n" for block in _blocks(_plain(recipe)))
 
 
-def known_keys(kind: type) -> list[str]:
-    """Every dotted key that a recipe may have; `*` stands for any name."""
-    return [".".join(keys) for keys in _leaves(kind)]
-
-
 # Files and bases.
 
 

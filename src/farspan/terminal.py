@@ -44,7 +44,8 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
         cells = [f"{diagnosis.curves.loss_at(length, min(span, length)):.3f}" for length in lengths]
         knees = [f"{knee:,}" if knee else "none" for knee in (diagnosis.loss_knee, diagnosis.entropy_knee)]
         distracted = f"{len(diagnosis.distracted_heads)} of {diagnosis.heads}"
-        table.add_row(plain(diagnosis.label), *cells, *knees, distracted, f"{diagnosis.suggested_scale:g}")
+        suggested = "–" if diagnosis.suggested_scale is None else f"{diagnosis.suggested_scale:g}"
+        table.add_row(plain(diagnosis.label), *cells, *knees, distracted, suggested)
     if out_console.measure(table).maximum >= out_console.width:
         table.padding = (0, 1, 0, 0)  # leaves the names more room
     out_console.print(table)
@@ -182,11 +183,13 @@ def show_comparison(found: Compared, as_json: bool) -> None:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
     table.caption = f"nats, by layer: nearest pair of heads, then heads matched one to one; {found.tokens:,} tokens"
-    table.add_column("models")
+    table.add_column("models", overflow="fold")
     for layer in range(len(found.mass[0])):
         table.add_column(str(layer), justify="right")
     for (one, other), each in found.pairs.items():
-        table.add_row(f"{found.models[one]} · {found.models[other]}", *(f"{value:.3f}" for value in each.nearest))
+        table.add_row(
+            plain(f"{found.models[one]} · {found.models[other]}"), *(f"{value:.3f}" for value in each.nearest)
+        )
         table.add_row("", *(f"{value:.3f}" for value in each.matched), style="dim")
     if found.pairs:
         out_console.print(table)

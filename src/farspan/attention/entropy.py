@@ -42,10 +42,6 @@ class Entropy:
     variance: Tensor | None = None  # of the scores under attention; −dH/d ln λ̂
 
     @property
-    def bits(self) -> Tensor:
-        return self.nats / math.log(2)
-
-    @property
     def keys(self) -> Tensor:
         """e^H: how many keys a uniform attention of the same entropy would look at."""
         return self.nats.exp()

@@ -37,6 +37,7 @@ class Patch:
     weights: Mapping[str, Tensor] | None = None  # replacements by name
     name: str = ""  # where the base model was loaded from
     position: str | None = None  # how it was read there, if not as its config says
+    label: str = ""  # what the user called it, where the name is a place on this disk alone
 
     def then(self, later: Patch) -> Patch:
         """Both patches as one, this one first: yarn.then(headscale) is what yarn+headscale fits."""
@@ -84,6 +85,10 @@ class Patch:
             seam.install(model, scales)
         return model
 
+    def for_others(self) -> Patch:
+        """The same with its base model called as the user called it: where that lies is nobody else's business."""
+        return replace(self, name=self.label or self.name, label="")
+
     def save(self, folder: Path) -> Path:
         """A new folder with patch.json, scales.safetensors and, where weights were tuned, weights.safetensors."""
         with new_folder(Path(folder)) as new:
@@ -110,6 +115,8 @@ class Patch:
             "train_length": self.train_length,
             "model": {"name": self.name, "sha256": self.model, "position": self.position},
         }
+        if self.label:
+            description["model"]["label"] = self.label
         if self.scales is not None:
             base = self.scales.base.detach()
             description["scales"] = {
@@ -159,6 +166,7 @@ class Patch:
                 weights,
                 str(base["name"]),
                 base.get("position"),
+                str(base.get("label", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
             raise CorruptError(

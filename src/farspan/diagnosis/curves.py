@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.entropy import EntropyByPosition
+from farspan.errors import CorruptError, FarspanError
 from farspan.model.loss import token_losses
 
 ROWS_ON_CPU = 2048  # entropy is taken of about so many queries of a window where it costs as much as the model
@@ -24,7 +25,6 @@ class Curves:
     positions: np.ndarray  # [bins] the middle of each bin
     loss: np.ndarray  # [bins] nats a token
     heads: dict[int, np.ndarray]  # layer -> [H, bins] entropy in nats
-    variance: dict[int, np.ndarray]  # layer -> [H, bins] −dH/d ln λ̂
     windows: int
     length: int  # tokens of a window
     every: int  # entropy is of every so-many-th query
@@ -46,9 +46,13 @@ def measure(
     *,
     bins: int,
     every: int | None = None,
+    name: str = "the model",
     after_window: Callable[[], None] = lambda: None,
 ) -> Curves:
-    """Run the model once over each window of ids [windows, length]; memory is that of one window."""
+    """Run the model once over each window of ids [windows, length]; memory is that of one window.
+
+    Curves are finite: a model that gives NaN or infinity is refused by this name, at the first window that shows it.
+    """
     length = ids.shape[1]
     bins = min(bins, length // 2)  # so that the last one holds a prediction too: the last token makes none
     if every is None:
@@ -60,15 +64,51 @@ def measure(
         window = window[None].to(model.device)
         with seam.using(model, profile.fused(model)):
             losses = token_losses(model, window)
+        check_losses(model, losses[0], name)
         total.index_add_(0, bin_of, losses[0].double().cpu())
         after_window()
     edges = np.arange(bins + 1) * length / bins
+    positions = (edges[:-1] + edges[1:] + 1) / 2
+    entropy = profile.entropy
+    _check_entropy(model, entropy, positions, name)
     return Curves(
-        positions=(edges[:-1] + edges[1:] + 1) / 2,
+        positions=positions,
         loss=(total / (count * len(ids))).numpy(),
-        heads={layer: table.numpy() for layer, table in profile.entropy.items()},
-        variance={layer: table.numpy() for layer, table in profile.variance.items()},
+        heads={layer: table.numpy() for layer, table in entropy.items()},
         windows=len(ids),
         length=length,
         every=profile.every,
     )
+
+
+def check_losses(model: PreTrainedModel, losses: Tensor, name: str) -> None:
+    """Refuse losses [T] by position that are NaN or infinite: NaN is above no trend, and such a model seems healthy."""
+    wrong = torch.isfinite(losses).logical_not().nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise _not_finite(model, f"the loss of {name}", float(losses[first]), first + 1)
+
+
+def _check_entropy(model: PreTrainedModel, heads: dict[int, Tensor], positions: np.ndarray, name: str) -> None:
+    """Scores may outgrow their numbers where the loss, which sees no more than the largest of them, does not."""
+    for layer, table in heads.items():
+        wrong = torch.isfinite(table).logical_not().T.nonzero()  # (bin, head), the first bin first
+        if len(wrong):
+            place, head = wrong[0].tolist()
+            what = f"the attention entropy of {name} in head {head} of layer {layer}"
+            raise _not_finite(model, what, float(table[head, place]), round(positions[place]))
+
+
+def _not_finite(model: PreTrainedModel, what: str, value: float, position: int) -> FarspanError:
+    """Damaged weights are told from sound ones whose products grow too large."""
+    told = f"{what} turns {value} at position {position}"
+    for weight, values in model.state_dict().items():
+        if values.is_floating_point() and not torch.isfinite(values).all():
+            return CorruptError(
+                f"{told}, and {weight} holds NaN or infinity; fetch the checkpoint again, or export it again"
+            )
+    kind = str(model.dtype).removeprefix("torch.")
+    wider = ', or write "dtype": "float32" into its config.json' if model.dtype.itemsize < 4 else ""
+    # A number that is not finite, weighed with 0, is NaN: some kernels spread it to positions that do not see it.
+    shorter = f"ask for fewer than {position} tokens" if position > 1 else "ask for fewer tokens"
+    return FarspanError(f"{told} although its weights are finite: numbers outgrow {kind}; {shorter}{wider}")

@@ -24,7 +24,7 @@ from typing import Any
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.averages import average
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.scores import Cell, Sample, Score, wilson
+from farspan.evals.scores import Cell, Place, Sample, Score, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
 from farspan.loading import first_line
 from farspan.memory import out_of_memory
@@ -40,18 +40,21 @@ class Task:
     split: str
     items: int  # in the official split
     fields: tuple[str, ...]  # that the definition reads
+    metrics: tuple[str, ...] = ("acc", "acc_norm")  # that the definition gives
 
 
 TASKS: Mapping[str, Task] = {
     "arc_challenge": Task("arc/arc_challenge.yaml", "test", 1172, ("question", "choices", "answerKey")),
     "arc_easy": Task("arc/arc_easy.yaml", "test", 2376, ("question", "choices", "answerKey")),
-    "boolq": Task("super_glue/boolq/default.yaml", "validation", 3270, ("passage", "question", "label")),
+    "boolq": Task("super_glue/boolq/default.yaml", "validation", 3270, ("passage", "question", "label"), ("acc",)),
     "hellaswag": Task(
         "hellaswag/hellaswag.yaml", "validation", 10042, ("activity_label", "ctx_a", "ctx_b", "endings", "label")
     ),
     "openbookqa": Task("openbookqa/openbookqa.yaml", "test", 500, ("question_stem", "choices", "answerKey")),
     "piqa": Task("piqa/piqa.yaml", "validation", 1838, ("goal", "sol1", "sol2", "label")),
-    "winogrande": Task("winogrande/default.yaml", "validation", 1267, ("sentence", "option1", "option2", "answer")),
+    "winogrande": Task(
+        "winogrande/default.yaml", "validation", 1267, ("sentence", "option1", "option2", "answer"), ("acc",)
+    ),
 }
 ENDINGS = {"test": ("test",), "validation": ("validation", "val")}  # of a split's file
 
@@ -78,6 +81,11 @@ class Commonsense:
             Cell(NAME, task, self.length, {"limit": self.limit, "harness": version, **self._source(task)})
             for task in self.tasks
         ]
+
+    def places(self) -> list[Place]:
+        cells = sorted(self.cells(), key=lambda cell: list(TASKS).index(cell.task))
+        found = [Place(NAME, cell.task, metric, cell.length) for cell in cells for metric in TASKS[cell.task].metrics]
+        return found + [Place(NAME, "average", "average", self.length)] * (len(cells) > 1)
 
     def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
         batch = self.batch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from farspan.errors import FarspanError
 from farspan.evals.longbench import tasks
-from farspan.evals.scores import Cell, Score, beside
+from farspan.evals.scores import Place, Score, beside
 from farspan.lengths import parse_lengths
 
 SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -18,13 +18,8 @@ GRAMMAR = re.compile(
     r"(?:(?P<task>[\w.-]+):)?(?P<metric>[a-z][a-z0-9_]*)(?:@(?P<length>\w+))?\s*"
     r"(?P<sign><=|>=|<|>)\s*(?P<value>\d+\.?\d*(?:e[+-]?\d+)?)(?P<times>x?)"
 )
-METRICS = {  # of each evaluation; LongBench's tasks have others besides
-    "perplexity": ("ppl",),
-    "passkey": ("passkey", "passkey_mean"),
-    "needle": ("recall", "effective_length"),
-    "longbench": ("average",),
-    "commonsense": ("acc", "acc_norm", "average"),
-}
+# LongBench's tasks have others besides.
+METRICS = ("ppl", "passkey", "passkey_mean", "recall", "effective_length", "acc", "acc_norm", "average")
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,11 @@ class Gate:
     value: float
     relative: bool
 
-    def names(self, score: Score) -> bool:
+    def names(self, place: Place) -> bool:
         return (
-            score.metric == self.metric
-            and self.length in (None, score.length)
-            and self.task in (None, score.eval, score.tags.get("task"))
-            and not score.tags.get("detail")
+            self.metric == place.metric
+            and self.task in (None, place.eval, place.task)
+            and self.length in (None, place.length)
         )
 
 
@@ -64,7 +58,7 @@ def parse_gate(text: str) -> Gate:
     found = GRAMMAR.fullmatch(text.strip())
     if found is None:
         raise FarspanError(f"{text!r} is no gate; write it as ppl@512<=1.05x, pg19:ppl@4k<=20 or passkey@1024>=0.9")
-    known = list(dict.fromkeys([*sum(METRICS.values(), ()), *(task.metric for task in tasks().values())]))
+    known = list(dict.fromkeys([*METRICS, *(task.metric for task in tasks().values())]))
     if found["metric"] not in known:
         near = difflib.get_close_matches(found["metric"], known, 1, 0)
         raise FarspanError(f"the gate {text!r} names {found['metric']!r}, which is no metric; the nearest is {near[0]}")
@@ -73,55 +67,46 @@ def parse_gate(text: str) -> Gate:
     return Gate(text, found["task"], found["metric"], length, sign, value, bool(found["times"]))
 
 
-def check_gates(gates: Sequence[Gate], cells: Sequence[Cell]) -> None:
-    """Tell of a gate on what will not be measured, before anything is."""
+def check_gates(gates: Sequence[Gate], places: Sequence[Place]) -> None:
+    """Refuse a gate that will name no score, before anything is measured, and tell what there will be."""
     for gate in gates:
-        there = list(dict.fromkeys(metric for cell in cells for metric in _metrics(cell)))
-        if gate.metric not in there:
+        there = [place for place in places if place.metric == gate.metric]
+        if not there:
+            measured = ", ".join(dict.fromkeys(place.metric for place in places))
+            raise FarspanError(f"the gate {gate.text!r} asks for {gate.metric}, and this suite measures {measured}")
+        named = ", ".join(dict.fromkeys(place.task for place in there))
+        there = [place for place in there if gate.task in (None, place.eval, place.task)]
+        if not there:
+            raise FarspanError(f"the gate {gate.text!r} asks for {gate.task}, and {gate.metric} is measured on {named}")
+        if not any(map(gate.names, there)):
+            lengths = ", ".join(map(str, sorted({place.length for place in there})))
             raise FarspanError(
-                f"the gate {gate.text!r} asks for {gate.metric}, and this suite measures {', '.join(there)}"
+                f"the gate {gate.text!r} asks for {gate.length} tokens, and {gate.metric} is measured at {lengths}; "
+                "name one of these, or ask for other --lengths"
             )
-        mine = [cell for cell in cells if gate.metric in _metrics(cell)]
-        named = list(dict.fromkeys(cell.task for cell in mine))
-        if gate.task not in (None, "average", *named, *(cell.eval for cell in mine)):
-            raise FarspanError(
-                f"the gate {gate.text!r} asks for {gate.task}, and {gate.metric} is measured on {', '.join(named)}"
-            )
-        lengths = sorted({cell.length for cell in mine})
-        if gate.length is not None and gate.length not in lengths:
-            told = ", ".join(map(str, lengths))
-            raise FarspanError(
-                f"the gate {gate.text!r} asks for {gate.length} tokens, and measured are {told}; add it to --lengths"
-            )
-
-
-def _metrics(cell: Cell) -> tuple[str, ...]:
-    own = (tasks()[cell.task].metric,) if cell.eval == "longbench" else ()
-    return METRICS[cell.eval] + own
 
 
 def judge(gate: Gate, scores: Sequence[Score], base: Sequence[Score] = ()) -> Verdict:
-    """A gate holds when every score that it names does."""
-    mine = [score for score in scores if gate.names(score)]
+    """A gate holds when every score that it names does. One that nothing can be said of does not hold: what was
+    measured by then must still be written and shown."""
+    shown = [score for score in scores if not score.tags.get("detail")]
+    mine = [_compared(gate, score, base) for score in shown if gate.names(score.place)]
     if not mine:
-        there = ", ".join(dict.fromkeys(f"{s.metric}@{s.length}" for s in scores if not s.tags.get("detail")))
-        raise FarspanError(f"the gate {gate.text!r} names no score of this suite; there are {there}")
-    told, holds = [], True
-    for score in mine:
-        bound, how = _bound(gate, score, base)
-        meets = SIGNS[gate.sign](score.value, bound)
-        holds = holds and meets
-        task = score.tags.get("task", score.eval)
-        what = f"{'' if task == score.eval else f'{task} '}{score.metric}@{score.length}"
-        told.append(f"{what} is {score.value:.4g}, {'' if meets else 'not '}{gate.sign} {how}")
-    return Verdict(gate.text, holds, "; ".join(told))
+        there = ", ".join(dict.fromkeys(f"{score.metric}@{score.length}" for score in shown))
+        return Verdict(gate.text, False, f"{gate.text} names no score of this suite; there are {there}")
+    return Verdict(gate.text, all(meets for meets, _ in mine), "; ".join(told for _, told in mine))
 
 
-def _bound(gate: Gate, score: Score, base: Sequence[Score]) -> tuple[float, str]:
+def _compared(gate: Gate, score: Score, base: Sequence[Score]) -> tuple[bool, str]:
+    """Does one score meet the gate, and in what words."""
+    place, other = score.place, beside(score, base)
+    what = f"{'' if place.task == place.eval else f'{place.task} '}{place.metric}@{place.length}"
     if not gate.relative:
-        return gate.value, f"{gate.value:g}"
-    other = beside(score, base)
-    if other is None:
-        raise FarspanError(f"the gate {gate.text!r} has nothing to compare {score.metric}@{score.length} with")
-    bound = gate.value * other.value
-    return bound, f"{bound:.4g} ({gate.value:g} × the base's {other.value:.4g})"
+        bound, how = gate.value, f"{gate.value:g}"
+    elif other is None:
+        return False, f"{what} is {score.value:.4g}, and the base has nothing to compare it with"
+    else:
+        bound = gate.value * other.value
+        how = f"{bound:.4g} ({gate.value:g} × the base's {other.value:.4g})"
+    meets = SIGNS[gate.sign](score.value, bound)
+    return meets, f"{what} is {score.value:.4g}, {'' if meets else 'not '}{gate.sign} {how}"

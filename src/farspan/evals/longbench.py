@@ -22,7 +22,7 @@ from farspan.evals import metrics
 from farspan.evals.averages import average
 from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.scores import Cell, Sample, Score, bootstrap
+from farspan.evals.scores import Cell, Place, Sample, Score, bootstrap
 from farspan.files import check_unpacked, sha256_of
 
 NAME = "longbench"
@@ -106,6 +106,14 @@ class LongBench:
             for length in self.lengths
             for task, found in self.collections.items()
         ]
+
+    def places(self) -> list[Place]:
+        """Each task by its own metric, and the average over tasks, at every length."""
+        found = []
+        for length in sorted({cell.length for cell in self.cells()}):
+            found += [Place(NAME, task, tasks()[task].metric, length) for task in self.collections]
+            found.append(Place(NAME, "average", "average", length))
+        return found
 
     def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
         task, found = tasks()[cell.task], self.collections[cell.task]

@@ -25,7 +25,7 @@ from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError
 from farspan.evals.averages import average
 from farspan.evals.decoding import continuations, end_tokens
-from farspan.evals.scores import Cell, Sample, Score, wilson
+from farspan.evals.scores import Cell, Place, Sample, Score, wilson
 from farspan.memory import in_pieces
 
 NAME = "needle"
@@ -88,6 +88,13 @@ class Needle:
             for length, haystack in ((length, self._haystack_name(length)) for length in self.lengths)
             for task in self.tasks
         ]
+
+    def places(self) -> list[Place]:
+        """Recall at every length; the effective length is of all lengths, and told at the longest."""
+        lengths = sorted({cell.length for cell in self.cells()})
+        tasks = [*self.tasks, *["average"] * (len(self.tasks) > 1)]
+        recall = [Place(NAME, task, "recall", length) for task in tasks for length in lengths]
+        return recall + [Place(NAME, task, "effective_length", lengths[-1]) for task in tasks]
 
     def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
         riddles, rows, room = self.prompts(cell, tokenizer)

@@ -25,7 +25,7 @@ from farspan.attention.entropy import Scores, kernels_for
 from farspan.attention.patch import forget_lengths
 from farspan.data.passkey import Passkeys, held_out_key
 from farspan.errors import FarspanError
-from farspan.evals.scores import Cell, Sample, Score, wilson
+from farspan.evals.scores import Cell, Place, Sample, Score, wilson
 from farspan.memory import in_pieces
 from farspan.model.fast import quick_attention
 from farspan.model.loss import ending_logits
@@ -66,6 +66,12 @@ class Passkey:
             for length in sorted(self.lengths)
             for depth in depths
         ]
+
+    def places(self) -> list[Place]:
+        """The mean over the grid tells of nothing new where it has one length."""
+        lengths = sorted(set(self.lengths))
+        found = [Place(NAME, NAME, "passkey", length) for length in lengths]
+        return found + [Place(NAME, NAME, "passkey_mean", lengths[-1])] * (len(lengths) > 1)
 
     def run(self, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         depth = cell.settings["depth"]
@@ -246,22 +252,14 @@ def passkey_share(
     seed: int = 0,
     batch: int = 4,
 ) -> float:
-    """The share of keys told right in documents of exactly `length` tokens, `keys` of them at each of `depths`."""
-    maker, rng = Passkeys(tokenizer), np.random.default_rng((seed, length))
-    places = [float(depth) for depth in np.linspace(0, 1, depths) for _ in range(keys)]
-    rows, answers = [], []
-    for depth in places:
-        key = held_out_key(rng)
-        rows.append(maker.document(length, depth, key))
-        answers.append(len(maker.answer(key)))
-    told = 0
+    """The share of keys told right in documents of exactly `length` tokens, `keys` of them at each of `depths`: what
+    the evaluation scores at that length, on the same documents.
 
-    def some(start: int, stop: int) -> None:
-        nonlocal told
-        told += int(tells(model, torch.tensor(rows[start:stop]), answers[start:stop]).sum())
-
-    in_pieces(len(rows), batch, some)
-    return told / len(rows)
+    >>> passkey_share(model, tokenizer, 1024, keys=2)
+    """
+    grid = Passkey((length,), depths, keys, seed, batch=batch)
+    hits = [sample["hit"] for cell in grid.cells() for sample in grid.run(cell, model, tokenizer)]
+    return sum(hits) / len(hits)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.patch import forget_lengths
 from farspan.data.documents import read_documents
 from farspan.errors import FarspanError
-from farspan.evals.scores import Cell, Sample, Score, bootstrap
+from farspan.evals.scores import Cell, Place, Sample, Score, bootstrap
 from farspan.memory import in_pieces
 from farspan.model.fast import quick_attention
 from farspan.model.loss import last_losses, token_losses
@@ -135,6 +135,9 @@ class Perplexity:
                 curve = {"sha256": text.sha256, "seed": self.seed, "curve": CURVES}
                 found.append(Cell(NAME, text.name, max(self.lengths), curve))
         return found
+
+    def places(self) -> list[Place]:
+        return list(dict.fromkeys(Place(NAME, cell.task, "ppl", cell.length) for cell in self.cells()))
 
     def run(self, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         text = next(text for text in self.texts if text.name == cell.task)

@@ -23,6 +23,16 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which number a score is, whatever its value: what a gate can name before anything is measured."""
+
+    eval: str
+    task: str
+    metric: str
+    length: int
+
+
+@dataclass(frozen=True)
 class Score:
     """One measured number with its 95% interval, and how many things were counted for it."""
 
@@ -35,20 +45,27 @@ class Score:
     n: int
     tags: Mapping[str, Any] = field(default_factory=dict)  # task, data, truncated, skipped, …
 
+    @property
+    def place(self) -> Place:
+        return Place(self.eval, self.tags.get("task", self.eval), self.metric, self.length)
+
 
 def beside(score: Score, others: Sequence[Score]) -> Score | None:
     """The same measurement of another model, if it was made."""
 
-    def place(one: Score) -> tuple[Any, ...]:
-        return one.eval, one.metric, one.length, one.tags.get("task"), one.tags.get("depth")
+    def which(one: Score) -> tuple[Place, Any]:
+        return one.place, one.tags.get("depth")
 
-    return next((other for other in others if place(other) == place(score)), None)
+    return next((other for other in others if which(other) == which(score)), None)
 
 
 class Eval(Protocol):
     """An evaluation: a frozen dataclass of its settings. It receives a model and never knows how it was extended."""
 
     def cells(self) -> list[Cell]: ...
+
+    def places(self) -> list[Place]:
+        """Of which numbers there will be scores when all cells are run, details left away, in the order of `score`."""
 
     def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
         """The samples of a cell. Each carries `eval`, `task` and `length`."""

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from farspan.attention import seam
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
+from farspan.loading import first_line
 from farspan.memory import in_pieces, out_of_memory
 from farspan.model.positions import PlacedBias
 from farspan.model.transformer import FarspanForCausalLM, FarspanModel
@@ -413,7 +414,7 @@ class Lesson:
             if out_of_memory(error):
                 raise
             name = type(error).__name__
-            log.warning("the fleet trains uncompiled, for compiling failed: %s: %s", name, _first(error))
+            log.warning("the fleet trains uncompiled, for compiling failed: %s: %s", name, first_line(error))
             self.fleet.layer, self.update = over_models, _update
         with torch.no_grad():
             self.fleet.weights.copy_(before)
@@ -465,14 +466,11 @@ class Recorded:
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-            log.warning("the fleet's steps are launched one by one, for they could not be recorded: %s", _first(error))
+            log.warning(
+                "the fleet's steps are launched one by one, for they could not be recorded: %s", first_line(error)
+            )
             return
         self.graph = graph
-
-
-def _first(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 Listener = Callable[[int, float], None]  # steps done, mean loss of the models that did not diverge

@@ -94,6 +94,10 @@ class Study:
         for name in ("train_examples", "test_examples", "fleet", "processes"):
             if getattr(self, name) < 1:
                 raise FarspanError(f"{name} is {getattr(self, name)}; give 1 or more")
+        for size, shape in self.sizes.items():
+            for name in ("layers", "width", "heads", "ff"):
+                if getattr(shape, name) < 1:
+                    raise FarspanError(f"sizes.{size}.{name} is {getattr(shape, name)}; give 1 or more")
         for encoding in self.encodings:
             if encoding not in ENCODINGS:
                 near = difflib.get_close_matches(encoding, ENCODINGS, 1)

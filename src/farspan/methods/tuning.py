@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -76,3 +78,21 @@ def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[st
     finally:
         for key, parameter in trained.items():
             parameter.data, parameter.grad = before[key], None
+
+
+@contextmanager
+def weighted_as(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other weights, for a block."""
+    parameters = dict(model.named_parameters())
+    before = {name: parameters[name].detach().clone() for name in weights}
+
+    @torch.no_grad()
+    def put(values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            parameters[name].copy_(value)
+
+    put(weights)
+    try:
+        yield
+    finally:
+        put(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from numbers import Integral
 
 from transformers import PreTrainedConfig
 
@@ -11,6 +12,11 @@ from farspan.errors import FarspanError
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+FOLLOWING = ("num_key_value_heads", "head_dim", "position_table")  # None: they follow from the others
+COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "t5_buckets", "t5_max_distance", *FOLLOWING),
+)
 
 
 class FarspanConfig(PreTrainedConfig):
@@ -78,6 +84,12 @@ class FarspanConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_shape(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is None and name in FOLLOWING:
+                continue
+            if not (isinstance(value, Integral) and int(value) >= 1):
+                raise FarspanError(f"{name} is {value!r}; give a whole number of 1 or more")
         kv_heads = self.num_key_value_heads or self.num_attention_heads
         if self.num_attention_heads % kv_heads:
             raise FarspanError(
@@ -89,9 +101,20 @@ class FarspanConfig(PreTrainedConfig):
                 f"hidden_size {self.hidden_size} is no multiple of {self.num_attention_heads} heads; set head_dim"
             )
         turned = round((self.head_dim or self.hidden_size // self.num_attention_heads) * self.rotary_fraction)
-        if turned % 2 and any(str(entry).startswith("rope") for entry in _listed(self.position)):
+        turns = any(str(entry).startswith("rope") for entry in _listed(self.position))
+        if turns and not (0 < self.rotary_fraction <= 1 and turned):
+            raise FarspanError(
+                f"rotary_fraction is {self.rotary_fraction:g}, which turns {turned} dimensions of a head; "
+                "choose a share of at most 1 that turns at least one pair"
+            )
+        if turns and turned % 2:
             raise FarspanError(
                 f"rotation turns pairs, and {turned} dimensions of a head are no pairs; choose an even width"
+            )
+        if not self.t5_max_distance > self.t5_buckets // 2 >= 1:
+            raise FarspanError(
+                f"t5_buckets is {self.t5_buckets} and t5_max_distance is {self.t5_max_distance}; "
+                "give 2 buckets or more, and a distance of more than half as many"
             )
         if self.mlp not in ("swiglu", "relu"):
             raise FarspanError(f"mlp {self.mlp!r} is unknown; choose swiglu or relu")

@@ -96,9 +96,14 @@ def prepare(data: Data, length: int, seed: int, start: str = "", progress: Progr
     return Prepared(tokenizer, mixture, read)
 
 
+def data_folder(given: str) -> Path:
+    """Where text lies: the folder that is given, else $FARSPAN_DATA, else ./data."""
+    return Path(given or os.environ.get("FARSPAN_DATA", "data")).expanduser()
+
+
 def find_files(data: Data, source: str) -> list[Path]:
     """The files of a source, sorted, from the data folder."""
-    folder = Path(data.folder or os.environ.get("FARSPAN_DATA", "data")).expanduser()
+    folder = data_folder(data.folder)
     pattern = data.sources[source].files
     found = sorted(Path(path) for path in glob.glob(str(folder / pattern)))
     if not found:

@@ -63,8 +63,8 @@ Listener = Callable[[Moment], None]
 def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: None) -> list[dict[str, Any]]:
     """Take the run from where it stands to its last step; returns the metrics of the whole run.
 
-    SIGTERM saves and raises PreemptedError; a loss that is no number, or runs away, raises with the layer's name. In
-    both cases the run's folder holds the last good state.
+    SIGTERM saves and raises PreemptedError. A loss that is no number, or runs away, raises with the layer's name, and
+    the run's folder holds the last checkpoint, if there was one.
     """
     state = processes()
     with state.main_process_first():  # which sets broken ones aside
@@ -84,7 +84,7 @@ def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: N
         tensors = checkpoint.collect(work.trained, work.optimizers)
         for name, tensor in tensors["model"].items():
             if not bool(torch.isfinite(tensor).all()):
-                raise _diverged(step, f"{name} is not finite")
+                raise _diverged(run, step, f"{name} is not finite")
         if state.is_main_process:
             facts = {"step": step, "calm": None if math.isnan(calm) else calm}
             checkpoint.save(run, tensors, facts, keep=plan.keep, beside=work.beside)
@@ -100,7 +100,8 @@ def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: N
             loss, norm = steps.gradients(batches)
             done, batches = batches, work.batches(step + 1) if step + 1 < plan.steps else []  # while the device works
             loss_value, norm_value, stop = _read(loss, norm, asked(), state)
-            _check(work, done, step, loss_value, norm_value, calm)
+            if (what := _trouble(loss_value, norm_value, calm)) is not None:
+                raise _diverged(run, step + 1, f"{what}, first seen in {_culprit(work, done)}")
             steps.update()
             step += 1
             calm = loss_value if math.isnan(calm) else 0.98 * calm + 0.02 * loss_value
@@ -131,19 +132,21 @@ def _read(loss: Tensor, norm: Tensor, asked: bool, state: PartialState) -> tuple
     return loss_value, norm_value, stop > 0
 
 
-def _check(work: Work, batches: Sequence[Any], step: int, loss: float, norm: float, calm: float) -> None:
-    """Stop before the weights are touched by a gradient that is no number, or by a loss that ran away."""
-    if math.isfinite(loss) and math.isfinite(norm) and not loss > DIVERGED * calm + 1:
-        return
-    what = f"the loss is {loss:g} and was {calm:.3g} on average" if math.isfinite(loss) else f"the loss is {loss}"
-    what = what if math.isfinite(norm) or not math.isfinite(loss) else f"the gradient's norm is {norm}"
-    raise _diverged(step + 1, f"{what}, first seen in {_culprit(work, batches)}")
+def _trouble(loss: float, norm: float, calm: float) -> str | None:
+    """What must not touch the weights: a gradient that is no number, or a loss that ran away."""
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    if not math.isfinite(norm):
+        return f"the gradient's norm is {norm}"
+    return f"the loss is {loss:g} and was {calm:.3g} on average" if loss > DIVERGED * calm + 1 else None
 
 
-def _diverged(step: int, what: str) -> FarspanError:
+def _diverged(run: Path, step: int, what: str) -> FarspanError:
+    """The same folder would refuse another learning rate, for it holds another run then."""
+    kept = max(checkpoint.home(run).glob("step-*"), default=None)
+    state = f"the last good state is in {kept}" if kept else "no state of it is kept, for there was no checkpoint yet"
     return FarspanError(
-        f"training diverged at step {step}: {what}; the last good state is kept: lower the learning rate, or start "
-        "from an earlier checkpoint"
+        f"training diverged at step {step}: {what}; {state}; train again with a lower learning rate and another -o"
     )
 
 

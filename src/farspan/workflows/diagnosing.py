@@ -43,7 +43,7 @@ class Diagnosis:
     coincide: bool | None  # None where there are not two knees to compare
     distracted_heads: list[tuple[int, int]]
     heads: int
-    suggested_scale: float
+    suggested_scale: float | None  # None where none suggests itself
     verdict: str
     smooth_loss: np.ndarray
     smooth_entropy: np.ndarray
@@ -101,8 +101,8 @@ def diagnose(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     found: list[Diagnosis] = []
     read: dict[str, Any] = {}
-    for source in sources:
-        ready = progress(f"{_name(source)}: load and read", 2)
+    for source, name in zip(sources, model_names(sources), strict=True):
+        ready = progress(f"{name}: load and read", 2)
         model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
         ready()
         if tokenizer is None:
@@ -111,7 +111,8 @@ def diagnose(
         ready()
         read[str(source)] = cut.describe()
         for value in scales or (None,):
-            found.append(_diagnose_one(model, source, cut, value, train_length, rule, progress))
+            label = name if value is None else f"{name} λ̂={value:g}"
+            found.append(_diagnose_one(model, source, label, cut, value, train_length, rule, progress))
     if out is not None:
         settings = {
             "data": str(data),
@@ -130,13 +131,13 @@ def diagnose(
 def _diagnose_one(
     model: PreTrainedModel,
     source: str | Path,
+    label: str,
     cut: Windows,
     value: float | None,
     train_length: int | None,
     rule: Rule,
     progress: Progress,
 ) -> Diagnosis:
-    label = _name(source) + ("" if value is None else f" λ̂={value:g}")
     patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
     if patch is not None and value is not None:
         raise FarspanError(f"{source} is a patch with scales of its own; compare uniform scales on its base model")
@@ -151,13 +152,13 @@ def _diagnose_one(
         )
     if int(cut.ids.max()) >= model.get_input_embeddings().num_embeddings:
         raise FarspanError(f"the tokenizer of {source} knows more tokens than the model; use the model's own tokenizer")
+    layers = probe(model)
     if value is not None:
-        layers = probe(model)
         seam.install(model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads))
     # Bins narrow enough for a trend inside the training length, and not so narrow that each is noise.
     bins = max(MIN_BINS, round(BINS_INSIDE * longest / length))
     try:
-        curves = measure(model, cut.ids, bins=bins, after_window=progress(label, len(cut.ids)))
+        curves = measure(model, cut.ids, bins=bins, name=label, after_window=progress(label, len(cut.ids)))
     except (IndexError, RuntimeError) as error:
         why = "memory is short" if out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"
         raise FarspanError(
@@ -166,12 +167,34 @@ def _diagnose_one(
     finally:
         if value is not None:
             seam.uninstall(model)
-    return judge(label, length, curves, rule, scales=patch.scales if patch else None, uniform=value)
+    without_positions = any(layer.position == "none" for layer in layers)
+    scales = patch.scales if patch else None
+    return judge(label, length, curves, rule, without_positions=without_positions, scales=scales, uniform=value)
 
 
-def _name(source: str | Path) -> str:
-    """The last two parts of a path tell models apart that bear one name."""
-    return "/".join(Path(source).parts[-2:]) if Path(source).exists() else str(source)
+def model_names(sources: Sequence[str | Path]) -> list[str]:
+    """A name for each model, no two alike: the last two parts of its path; all of it where others share those; and a
+    number for a model that is named twice.
+
+    >>> model_names(["runs/a/model", "runs/b/model", "nope-twin", "nope-twin"])
+    ['a/model', 'b/model', 'nope-twin', 'nope-twin (2)']
+    """
+    short = [_short_name(source) for source in sources]
+    names: list[str] = []
+    for source, name in zip(sources, short, strict=True):
+        name = name if short.count(name) == 1 else str(source)
+        free, number = name, 1
+        while free in names:
+            number += 1
+            free = f"{name} ({number})"
+        names.append(free)
+    return names
+
+
+def _short_name(source: str | Path) -> str:
+    """The last two parts of a path tell models apart that bear one name; a hub id or a twin is its own name."""
+    parts = Path(source).parts if Path(source).exists() else ()
+    return "/".join(parts[-2:]) or str(source)
 
 
 def judge(
@@ -180,10 +203,15 @@ def judge(
     curves: Curves,
     rule: Rule,
     *,
+    without_positions: bool,
     scales: Scales | None = None,
     uniform: float | None = None,
 ) -> Diagnosis:
-    """Knees, distracted heads, a suggestion and a verdict from measured curves."""
+    """Knees, distracted heads, a suggestion and a verdict from measured curves.
+
+    A scale is suggested to a model that has layers without positions, as it was trained: no uniform scale mends a model
+    that has none (paper A's Figure 2), and where scales are on already the law of `suggest_scale` says nothing.
+    """
     positions, entropy = curves.positions, curves.entropy
     loss_knee = find_knee(positions, curves.loss, train_length, rule, rising=False)
     entropy_knee = find_knee(positions, entropy, train_length, rule, rising=True)
@@ -191,9 +219,11 @@ def judge(
     if loss_knee is not None and entropy_knee is not None:
         coincide = abs(loss_knee - entropy_knee) <= train_length / 4
     distracted = distracted_heads(positions, curves.heads, train_length, rule)
-    variance = np.concatenate(list(curves.variance.values())).mean(0)
-    both = loss_knee is not None and entropy_knee is not None
-    suggested = suggest_scale(positions, entropy, variance, train_length, rule) if both else 1.0
+    as_trained = scales is None and uniform is None
+    suggested = None
+    if coincide is not None and without_positions and as_trained:
+        suggested = suggest_scale(train_length, curves.length)
+    start = _way_on(suggested, curves.length) if as_trained else ""
     heads = sum(len(table) for table in curves.heads.values())
     return Diagnosis(
         label=label,
@@ -206,7 +236,7 @@ def judge(
         heads=heads,
         suggested_scale=suggested,
         verdict=_verdict(
-            train_length, curves.length, loss_knee, entropy_knee, coincide, f"{len(distracted)} of {heads}", suggested
+            train_length, curves.length, loss_knee, entropy_knee, coincide, f"{len(distracted)} of {heads}", start
         ),
         smooth_loss=smooth(positions, curves.loss, rule.smoothing * train_length),
         smooth_entropy=smooth(positions, entropy, rule.smoothing * train_length),
@@ -222,7 +252,7 @@ def _verdict(
     entropy_knee: int | None,
     coincide: bool | None,
     distracted: str,
-    suggested: float,
+    start: str,
 ) -> str:
     if loss_knee is None and entropy_knee is None:
         times = f"{longest / train_length:.3g} × the training length"
@@ -236,8 +266,13 @@ def _verdict(
     if entropy_knee is None:
         return f"{where}, but entropy does not: this is no distraction, and a scale alone will not mend it."
     meet = "where entropy does too" if coincide else f"and entropy its own at {entropy_knee:,}"
-    start = f"a scale of {suggested:g} is a place to start" if suggested > 1 else "no uniform scale suggests itself"
-    return f"{where}, {meet}: {distracted} heads are distracted; {start}."
+    return f"{where}, {meet}: {distracted} heads are distracted{start}."
+
+
+def _way_on(suggested: float | None, longest: int) -> str:
+    if suggested is None:
+        return "; no uniform scale suggests itself, for no layer is seen to be without positions"
+    return f"; to read {longest:,} tokens, a scale of {suggested:g} is a place to start"
 
 
 def _listed(values: np.ndarray) -> list:

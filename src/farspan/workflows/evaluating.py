@@ -135,7 +135,7 @@ def evaluate(
     evaluations = [build(first, scope) for build in chosen.builds]
     # Perplexity's text may not reach as far as the model does, and what it leaves away the base leaves away too.
     scope = replace(scope, lengths=next((e.lengths for e in evaluations if isinstance(e, Perplexity)), scope.lengths))
-    check_gates(gates, [cell for evaluation in evaluations for cell in evaluation.cells()])
+    check_gates(gates, [place for evaluation in evaluations for place in evaluation.places()])
     cells = Cells(out, say=say)
     samples = {first.name: _measured(first, evaluations, cells, progress)}
     identities = {first.name: first.identity}
@@ -180,7 +180,7 @@ def _subject(source: str | Path, **options: Any) -> Subject:
     if tokenizer is None:
         raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
     model = in_exact_numbers(model)
-    _check_head(model)
+    _check_head(model, source)
     if model.device.type == "cuda" and model._can_set_attn_implementation() and not seam.installed(model):
         with suppress(FarspanError):  # once for all passkeys; what the seam refuses is measured as it is
             seam.install(model)
@@ -199,10 +199,17 @@ def _subject(source: str | Path, **options: Any) -> Subject:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel) -> None:
+def _check_head(model: PreTrainedModel, source: str | Path) -> None:
     """Logits are made of a few positions alone; prove on some tokens that they are the model's own."""
     ids = torch.arange(16, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     own = model(input_ids=ids, use_cache=False).logits[:, -4:].float()
+    if not bool(own.amax(-1).isfinite().all()):  # the largest is NaN where one is; −∞ may hide a token on purpose
+        broken = (f"{name} is not" for name, weight in model.named_parameters() if not bool(weight.isfinite().all()))
+        why = next(broken, f"they overflow in {str(model.dtype).partition('.')[2]}")
+        raise FarspanError(
+            f"the logits of {source} are not finite on a text of {ids.shape[1]} tokens, the first of its vocabulary "
+            f"({why}); give a checkpoint that did not diverge, or one in a wider precision"
+        )
     difference = float((ending_logits(model, ids, 4).float() - own).abs().max())
     if not difference <= 1e-2 * float(own.abs().max()):
         raise FarspanError(

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
+from farspan.diagnosis.curves import check_losses
 from farspan.errors import FarspanError
 from farspan.files import check_free, new_folder
 from farspan.lab.distance import RULES, Distance, ablation, distances, mass_by_distance
@@ -22,9 +24,11 @@ from farspan.lab.tasks import draw, find_task
 from farspan.lab.theorems import Proof, Reading, linear, look_back, prove, read_positions
 from farspan.lab.words import Words
 from farspan.loading import load
+from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures
+from farspan.workflows.diagnosing import model_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +69,9 @@ def compare(
         batches = _examples(task, lengths, windows)
     else:
         batches = list(cut_windows(read_documents(data), _one_tokenizer(loaded, sources), length, windows).ids.split(1))
+    names = model_names(sources)
+    for model, name in zip(models, names, strict=True):
+        _check_finite(model, batches, name)
     advance = progress("compare", 2 * len(models) + 1)
     pairs = distances(models, batches, rule=rule) if len(models) > 1 else {}
     advance()
@@ -75,7 +82,7 @@ def compare(
         ablations.append(ablation(model, batches))
         advance()
     tokens = sum(ids.numel() for ids in batches)
-    found = Compared([Path(source).name for source in sources], tokens, pairs, mass, ablations)
+    found = Compared(names, tokens, pairs, mass, ablations)
     if out is not None:
         _write_comparison(found, out, {"models": list(sources), "data": task or data, "length": length, "rule": rule})
     return found
@@ -92,6 +99,13 @@ def _one_tokenizer(loaded: Sequence[Any], sources: Sequence[str]) -> Any:
                 "compare models of one tokenizer"
             )
     return loaded[0].tokenizer
+
+
+def _check_finite(model: PreTrainedModel, batches: Sequence[Tensor], name: str) -> None:
+    """One more pass, which says what is wrong where all that follows would be NaN."""
+    for ids in batches:
+        for losses in token_losses(model, ids.to(model.device)):
+            check_losses(model, losses, name)
 
 
 def _check_words(models: Sequence[Any], sources: Sequence[str]) -> None:
@@ -158,12 +172,13 @@ def theorems(
         check_free(out)
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
     readings = {}
-    for source in sources:
+    for source, name in zip(sources, model_names(sources), strict=True):
         model, tokenizer = load(source, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if tokenizer is None:
             raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
         ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
-        readings[Path(source).name] = read_positions(model, ids)
+        _check_finite(model, ids.split(1), name)
+        readings[name] = read_positions(model, ids)
     if out is not None:
         with new_folder(out) as staging:
             figures.save(figures.draw_theorem(proofs), staging / "theorems")

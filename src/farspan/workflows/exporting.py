@@ -63,6 +63,7 @@ class Format:
     read: Callable[[Job, Path], Loaded]
     engines: str  # that run it
     how: str  # to load it
+    typed: bool = True  # are its weights written in the dtype that is asked for?
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def export(
 ) -> Exported:
     """Write the patched model, or any model, as live, folded, stock, peft or gguf, and prove it.
 
-    dtype: of the written weights. Folding into narrower ones than float32 rounds, and the proof allows for that.
+    dtype: of the written weights. Folding into narrower ones than float32 rounds, and the proof allows for that. live
+    keeps the base model's own and peft writes float32, so they are asked for no other.
 
     >>> farspan.export("runs/extended", "exported", "stock").proofs["inside"].max_abs_logit
     """
@@ -97,6 +99,11 @@ def export(
         raise FarspanError(f"format {format!r} is unknown; choose one of {', '.join(FORMATS)}")
     if dtype not in DTYPES:
         raise FarspanError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if dtype != "float32" and not FORMATS[format].typed:
+        others = ", ".join(name for name, form in FORMATS.items() if form.typed)
+        raise FarspanError(
+            f"the format {format} has no use for --dtype {dtype}; leave it away, or choose a format that has: {others}"
+        )
     check_free(Path(out))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
@@ -115,8 +122,10 @@ def export(
         _check(proofs, format)
         size = sum(file.stat().st_size for file in new.rglob("*") if file.is_file())
         done = Exported(Path(out), format, size, proofs)
-        settings = {"source": str(source), "format": format, "dtype": dtype, "device": device}
-        results = {"patch": patch.describe() if patch else None, **done.to_json()}
+        settings = {"source": str(source), "format": format, "device": device}
+        if FORMATS[format].typed:
+            settings["dtype"] = dtype
+        results = {"patch": patch.for_others().describe() if patch else None, **done.to_json()}
         write_record(new / "record.json", "export", settings, results)
         write_text(new / "README.md", _card(job, done))
     return done
@@ -127,7 +136,7 @@ def _live(job: Job, folder: Path) -> None:
         raise FarspanError(f"{job.source} holds no patch to keep live; it is a model already, so use --format stock")
     # Loaded once more, for the live model's own weights may be tuned ones, and in the precision it was kept in.
     base, tokenizer = load_base(job.source, job.patch, dtype="auto")
-    write_live(base, job.patch, tokenizer, folder)
+    write_live(base, job.patch.for_others(), tokenizer, folder)
 
 
 def _folded(job: Job, folder: Path) -> None:
@@ -164,7 +173,7 @@ def _stock(job: Job, folder: Path) -> None:
 def _peft(job: Job, folder: Path) -> None:
     if job.patch is None:
         raise FarspanError(f"{job.source} holds no patch, so there are no scales for an adapter; use --format stock")
-    write_peft(seam.uninstall(job.model), job.patch, folder)
+    write_peft(seam.uninstall(job.model), job.patch.for_others(), folder)
 
 
 def _gguf(job: Job, folder: Path) -> None:
@@ -181,6 +190,7 @@ FORMATS = {
         _load,
         "farspan alone: stock transformers refuses it, for it would run the base model without the patch",
         'farspan.load("{folder}")',
+        typed=False,
     ),
     "folded": Format(
         _folded,
@@ -199,6 +209,7 @@ FORMATS = {
         lambda job, folder: Loaded(read_peft(job.model, folder), None),
         "peft, beside the base model or its stock export, merged or not",
         'peft.PeftModel.from_pretrained(base, "{folder}")',
+        typed=False,
     ),
     "gguf": Format(
         _gguf,
@@ -251,7 +262,7 @@ def _check(proofs: dict[str, Proof], format: str) -> None:
 
 
 def _origin(job: Job) -> str:
-    return (job.patch.name if job.patch else "") or job.source.name
+    return (job.patch.for_others().name if job.patch else "") or job.source.name
 
 
 def _card(job: Job, done: Exported) -> str:

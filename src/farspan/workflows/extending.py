@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +33,9 @@ from farspan.methods.headscale import Search, headlog, headscale
 from farspan.methods.job import Job, loss_by_position, scaled_loss
 from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
-from farspan.methods.tuning import Tuning
+from farspan.methods.tuning import Tuning, weighted_as
 from farspan.methods.uniform import uniform
-from farspan.model.fast import PAYS
+from farspan.model.fast import EXACT_BELOW
 from farspan.model.loss import last_logits
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
@@ -55,7 +57,7 @@ class Extension:
 
     search: Search = field(default_factory=Search)
     tuning: Tuning = field(default_factory=Tuning)
-    tune: str = ""  # rotary methods: "fair" or "raw" tunes all weights for 200 or 1000 steps
+    tune: str = ""  # rotary methods: "fair" or "raw" tunes all weights for 200 or 1000 steps, or for tuning.steps
     fitted: bool = True  # schedules: with their number fitted, or as their formula has it
     search_windows: int = 256  # at most
     choose_windows: int = 8
@@ -79,11 +81,16 @@ Fit = Callable[[PreTrainedModel, Job, Extension], Patch]
 
 
 def _rope_fit(name: str) -> Fit:
-    def fit(model: PreTrainedModel, job: Job, how: Extension) -> Patch:
-        steps = TUNINGS[how.tune]
-        return roped(model, job, name, replace(how.tuning, steps=steps) if steps else None)
+    return lambda model, job, how: roped(model, job, name, _tuning(how))
 
-    return fit
+
+def _tuning(how: Extension) -> Tuning | None:
+    """How a rotary method is tuned, if it is: for the steps that `tune` stands for, unless tuning.steps says others."""
+    steps = TUNINGS[how.tune]
+    if steps is None:
+        return None
+    asked = how.tuning.steps != Tuning.steps
+    return how.tuning if asked else replace(how.tuning, steps=steps)
 
 
 def _schedule_fit(name: str) -> Fit:
@@ -101,6 +108,18 @@ ROPED: dict[str, Fit] = {
     "drope": lambda model, job, how: drope(model, job, how.tuning),
 }
 METHODS = {**SCALED, **ROPED}
+
+# What of a recipe only some methods use, and which; windows, passkeys and seed serve all.
+USES: dict[str, tuple[str, ...]] = {
+    "uniform": (),
+    "headscale": ("search",),
+    "headlog": ("search",),
+    **dict.fromkeys(SCHEDULES, ("fitted",)),
+    "piecewise": (),  # no formula gives its number, so that is always fitted
+    **dict.fromkeys(ROPES, ("tune", "tuning")),
+    "drope": ("tuning",),
+    "auto": ("search", "tune", "tuning"),  # which of them, the model tells
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +159,7 @@ def extend(
     """
     out, how, state = Path(out), recipe or Extension(), processes()
     names = _method_names(method)
+    check_used(names, how)
     check_free(out)
     if (Path(source) / "patch.json").exists():
         raise FarspanError(f"{source} is a patch already; extend its base model, with both methods joined by +")
@@ -175,8 +195,11 @@ def extend(
     report = splits["report"].ids
     with _searching(job, how, method):
         before = _measured(model, tokenizer, report, job, how)
+        _check_finite(before[1], str(source), "give a model whose weights are finite")
         patch, why = fit_in_turn(model, job, how, names)
+        patch = _located(patch, source)
         after = _measured(model, tokenizer, report, job, how)
+        _check_finite(after[1], f"{source} by {patch.method}", "choose another method, or a smaller learning rate")
         found = Extended(
             patch,
             out,
@@ -198,10 +221,17 @@ def extend(
     return found
 
 
+def _located(patch: Patch, source: str | Path) -> Patch:
+    """The patch with the whole path of a model on this disk, by which it is found from any folder; a twin or a hub id
+    is found by its name."""
+    place = str(Path(source).absolute()) if Path(source).exists() else patch.name
+    return patch if place == patch.name else replace(patch, name=place, label=patch.name)
+
+
 def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
     """A model that is not large in float32: where scores are large, bf16 drowns the gradient of a scale."""
     exact = model.dtype == torch.float32 or getattr(model, "is_quantized", False)  # what was quantized is left as it is
-    return model if exact or model.num_parameters() >= PAYS else model.float()
+    return model if exact or model.num_parameters() >= EXACT_BELOW else model.float()
 
 
 @contextmanager
@@ -248,11 +278,52 @@ def _method_names(method: str) -> list[str]:
             near = difflib.get_close_matches(name, [*METHODS, "auto"], 1)
             hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(METHODS)}, or auto"
             raise FarspanError(f"method {name!r} is unknown; {hint}")
+    check_combination(method)
+    return names
+
+
+def check_combination(method: str) -> None:
+    """Refuse known methods that cannot follow each other."""
+    names = method.split("+")
+    turning = [name for name in names if name in ROPED]
+    if len(turning) > 1:
+        raise FarspanError(
+            f"{method} sets rotation {len(turning)} times, and only {turning[-1]} would be left of it; choose one of "
+            f"{', '.join(dict.fromkeys(turning))}"
+        )
     if sum(name in SCALED for name in names) > 1 or (set(names) & set(SCALED) and names[-1] not in SCALED):
         raise FarspanError(
             f"{method} scales attention twice or too early; write what rotates first, then one that scales"
         )
-    return names
+
+
+def check_used(names: Sequence[str], how: Extension, usual: Extension | None = None) -> None:
+    """Refuse a setting that would change nothing: one that is not as usual, and that none of the methods uses."""
+    for key, value in _unusual(how, usual or Extension()):
+        part, method = key.partition(".")[0], "+".join(names)
+        setting = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        users = [name for name in names if part in USES[name]]
+        if not users:
+            others = ", ".join(name for name, parts in USES.items() if part in parts)
+            raise FarspanError(
+                f"{method} has no use for {setting}; leave it away, or choose a method that has: {others}"
+            )
+        if part == "tuning" and not how.tune and "drope" not in users:
+            raise FarspanError(
+                f"{method} tunes nothing, so it has no use for {setting}; add tune=fair, or leave it away"
+            )
+
+
+def _unusual(how: Extension, usual: Extension) -> Iterator[tuple[str, Any]]:
+    """What differs, of the settings that only some methods use, by dotted key."""
+    mine, theirs = asdict(how), asdict(usual)
+    for part in ("tune", "fitted"):
+        if mine[part] != theirs[part]:
+            yield part, mine[part]
+    for part in ("search", "tuning"):
+        for key, value in mine[part].items():
+            if value != theirs[part][key]:
+                yield f"{part}.{key}", value
 
 
 def _checked_length(source: str | Path, to: int, length: int | None, rows: int | None) -> int:
@@ -337,10 +408,11 @@ def _best(model: PreTrainedModel, job: Job, how: Extension) -> tuple[Patch, tupl
 
 
 def _loss_with(model: PreTrainedModel, patch: Patch, windows: Tensor) -> float:
+    """Of the patch as it would be applied, on a model that is left as it was."""
     if patch.scales is not None:
         return scaled_loss(model, windows, patch.scales)
     assert patch.rope is not None
-    with roped_as(model, dict(patch.rope)):
+    with roped_as(model, dict(patch.rope)), weighted_as(model, patch.weights or {}):
         return float(loss_by_position(model, windows).mean())
 
 
@@ -361,6 +433,13 @@ def _measured(
     return found, curve
 
 
+def _check_finite(curve: np.ndarray, who: str, way_out: str) -> None:
+    """A loss that is no number can be neither compared nor written down."""
+    wrong = np.flatnonzero(~np.isfinite(curve))
+    if len(wrong):
+        raise FarspanError(f"{who} has a loss of {curve[wrong[0]]} at position {wrong[0] + 1} of the text; {way_out}")
+
+
 def marks(job: Job) -> list[int]:
     """Half the training length, that length, and its doublings up to the target."""
     length = job.train_length
@@ -376,7 +455,7 @@ def _prove(folder: Path, fitted: PreTrainedModel, base: PreTrainedModel, tokens:
     meant = last_logits(fitted, tokens, PROVEN)
     difference, effect = float((reloaded - meant).abs().max()), float((reloaded - without).abs().max())
     scale = float(meant.abs().max())
-    if difference > 1e-3 * scale:
+    if not difference <= 1e-3 * scale:  # and not >, which would let through what is no number
         raise ProofError(
             f"the saved patch, reloaded, differs from the fitted model by {difference:.2g} in a logit (the largest is "
             f"{scale:.2g}); nothing was written"

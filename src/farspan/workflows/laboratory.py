@@ -11,7 +11,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -69,7 +69,7 @@ Say = Callable[[str], None]
 def read_study(source: str, changes: Sequence[str] = ()) -> Study:
     """A recipe by name or file, with `key=value` changes.
 
-    >>> read_study("lab-tiny", ["steps=100"]).train.steps
+    >>> read_study("lab-tiny", ["train.steps=100"]).train.steps
     100
     """
     return load_recipe(Study, source, changes, shelf=SHELF)
@@ -103,9 +103,9 @@ def run(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     check_folder(out)
-    bench = _Bench(study, Words(), device, Cells(out, say=say), out, progress, say)
-    write_text(out / "recipe.toml", to_toml(study))
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
+    bench = _Bench(study, Words(), device, _results(study, keys, out, say), out, progress, say)
+    write_text(out / "recipe.toml", to_toml(study))
     missing = sum(bench.cells.get(key) is None for key in keys.values())
     helpers = min(study.processes, missing) - 1 if torch.device(device).type == "cpu" else 0
     with _helped(helpers, study, out):
@@ -151,8 +151,32 @@ def _helped(count: int, study: Study, out: Path) -> Iterator[None]:
 def _help(study: Study, out: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it too, and ends this one
     torch.set_num_threads(1)
-    bench = _Bench(study, Words(), "cpu", Cells(out), out, silent, lambda text: None)
-    bench.finish({cell: key_of(describe(study, cell)) for cell in cells_of(study)})
+    keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
+    bench = _Bench(study, Words(), "cpu", _results(study, keys, out), out, silent, lambda text: None)
+    bench.finish(keys)
+
+
+class _Kept(Cells):
+    """Results that count as finished only where the model stands in its folder too. Whether models are kept is no part
+    of a cell's name, for no result depends on it; a study finished without them trains again what it must keep."""
+
+    def __init__(self, out: Path, models: Mapping[str, Path], say: Say):
+        super().__init__(out, say=say)
+        self._models = models
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        return super().get(key) if self._models[key].exists() else None
+
+
+def _results(study: Study, keys: Mapping[Cell, str], out: Path, say: Say = lambda text: None) -> Cells:
+    if not study.save:
+        return Cells(out, say=say)
+    return _Kept(out, {key: model_folder(out, cell, key) for cell, key in keys.items()}, say)
+
+
+def model_folder(out: Path, cell: Cell, key: str) -> Path:
+    """Where a cell's model is kept."""
+    return out / "models" / f"{cell.name}-{key[:8]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +258,7 @@ class _Bench:
             if self.study.save:
                 model = fleet.model(index)
                 model.config.max_position_embeddings = found[index].train_length  # and not the whole fleet's
-                save(model, self.words, self.out / "models" / f"{cell.name}-{key[:8]}")
+                save(model, self.words, model_folder(self.out, cell, key))
             self.cells.put(key, describe(self.study, cell), result)
 
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan import __version__
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import probe
 from farspan.cells import WAIT, Cells, check_folder, key_of, sweep
@@ -38,8 +39,16 @@ from farspan.progress import Progress, silent
 from farspan.recipe import changed, load_recipe, to_toml
 from farspan.report.figures import Figure, best_scales, losses_of_methods, save
 from farspan.report.study import line_of, report
-from farspan.train.corpus import find_files
-from farspan.workflows.extending import BEYOND, METHODS, Extension, fit_in_turn, in_exact_numbers
+from farspan.train.corpus import data_folder
+from farspan.workflows.extending import (
+    BEYOND,
+    METHODS,
+    Extension,
+    check_combination,
+    check_used,
+    fit_in_turn,
+    in_exact_numbers,
+)
 from farspan.workflows.inspection import scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import pretrain, read_recipe
@@ -54,7 +63,7 @@ class Study:
     """A recipe of `farspan reproduce`."""
 
     methods: dict[str, tuple[str, ...]]  # model recipe -> methods, "none" among them; a variant is method:key=value
-    folder: str = ""  # of the data; empty: as the models' recipes find it
+    folder: str = ""  # of the data; empty: $FARSPAN_DATA, else ./data
     runs: str = "runs"  # where the models are, or will be trained
     factors: tuple[int, ...] = (2, 4, 8)
     seeds: tuple[int, ...] = (0, 1, 2)  # of searches; what does not depend on chance has one
@@ -68,6 +77,21 @@ class Study:
     grid_low: float = 0.8
     grid_high: float = 2.6
     extension: Extension = field(default_factory=Extension)
+
+    def __post_init__(self):
+        for name in ("methods", "factors", "seeds", "report"):
+            if not getattr(self, name):
+                raise FarspanError(f"{name} is empty, and so is the study; name at least one")
+        # Of what is named twice there is one cell, and the study would wait for the other.
+        lists = {f"methods.{model}": methods for model, methods in self.methods.items()}
+        lists |= {name: getattr(self, name) for name in ("factors", "seeds", "report", "grids")}
+        for name, given in lists.items():
+            if len(set(given)) < len(given):
+                raise FarspanError(f"{name} names something twice: {list(given)}; name each once")
+        for model in self.grids:
+            if model not in self.methods:
+                known = ", ".join(self.methods)
+                raise FarspanError(f"grids names {model!r}, which is not under [methods] ({known}); add it there")
 
 
 @dataclass(frozen=True)
@@ -117,9 +141,22 @@ def cells(study: Study) -> list[Cell]:
             if method == "none":
                 found.append(Cell(model, method, 1, 0))
                 continue
+            _check_method(study, model, method)
             seeds = study.seeds if any(word in method for word in CHANCE) else study.seeds[:1]
             found += [Cell(model, method, factor, seed) for factor in study.factors for seed in seeds]
     return found
+
+
+def _check_method(study: Study, model: str, method: str) -> None:
+    """Refuse what would be measured under a name that promises more. The study's own settings serve many methods, and
+    each uses what it can; what a variant sets is for that one."""
+    name, _, variant = method.partition(":")
+    names = name.split("+")
+    if "none" in names:
+        raise FarspanError(f"methods.{model} names {method!r}, and none is the model as it is; give it alone")
+    check_combination(name)
+    if variant:
+        check_used(names, changed(study.extension, variant.split(",")), study.extension)
 
 
 def read_study(source: str, changes: list[str]) -> Study:
@@ -167,8 +204,8 @@ def reproduce(
             if trained is None:
                 continue  # another process is at it
             mine = [(item, item.of(trained)) for item in items if item.model == model and item not in found]
-            todo = {key_of(_described(study, *each)): each for each in mine}
-            done = sweep(store, todo, lambda each: work(*each), describe=lambda each: _described(study, *each))
+            todo = {key_of(_described(texts, *each)): each for each in mine}
+            done = sweep(store, todo, lambda each: work(*each), describe=lambda each: _described(texts, *each))
             found |= {todo[key][0]: result for key, result in done.items()}
         if len(found) == before:
             time.sleep(WAIT)
@@ -180,14 +217,24 @@ def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, A
     study, out = read_study(source, changes), Path(out)
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     found: dict[Cell | Grid, dict[str, Any]] = {}
-    for file in sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime):  # of two, the later one
-        result = Cells(out).get(file.stem)
-        if result is not None and read_json(file)["description"].get("settings") == _settings(study):
-            kind = Grid if "checkpoint" in result else Cell
-            found[kind(**{each.name: result[each.name] for each in fields(kind)})] = result
+    for result in _of_last_run(study, out):  # of two, the later one
+        kind = Grid if "checkpoint" in result else Cell
+        found[kind(**{each.name: result[each.name] for each in fields(kind)})] = result
     if not any(item in found for item in cells(study)):
         raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
     return _written(items, found, out)
+
+
+def _of_last_run(study: Study, out: Path) -> list[dict[str, Any]]:
+    """The results of this study in a folder, oldest first; those by another release of farspan or on other text than
+    the last one are left away, for no table could hold both."""
+    found = []
+    for file in sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime):
+        result = Cells(out).get(file.stem)
+        told = read_json(file)["description"] if result is not None else {}
+        if result is not None and told.get("settings") == _settings(study):
+            found.append(((told.get("farspan"), told.get("texts")), result))
+    return [result for run, result in found if run == found[-1][0]]
 
 
 def _written(items: list[Cell | Grid], found: dict[Cell | Grid, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
@@ -202,9 +249,10 @@ def _written(items: list[Cell | Grid], found: dict[Cell | Grid, dict[str, Any]],
     return measured
 
 
-def _described(study: Study, item: Cell | Grid, folder: Path) -> dict[str, Any]:
-    """All that a result depends on."""
-    return {**asdict(item), "settings": _settings(study), "weights": _weights(folder)}
+def _described(texts: Texts, item: Cell | Grid, folder: Path) -> dict[str, Any]:
+    """All that a result depends on. Another release of farspan may fit or measure in another way."""
+    known = {"farspan": __version__, "settings": _settings(texts.study), "texts": texts.hashes}
+    return {**asdict(item), **known, "weights": _weights(folder)}
 
 
 def _settings(study: Study) -> dict[str, Any]:
@@ -264,14 +312,23 @@ class Texts:
 
     def check(self) -> None:
         """Refuse a study whose texts are not there, before anything is trained."""
-        for file in (self.study.search, self.study.choose, *self.study.report):
+        for file in self._names:
             if not (path := self._path(file)).exists():
                 raise FarspanError(f"{path} does not exist, and the study reads it; say where it lies with folder=PATH")
 
+    @cached_property
+    def hashes(self) -> dict[str, list[str]]:
+        """The SHA-256 of the files of every text: a name does not tell what is in it."""
+        paths = {name: self._path(name) for name in self._names}
+        files = {name: [path] if path.is_file() else sorted(path.rglob("*")) for name, path in paths.items()}
+        return {name: [sha256_of(file) for file in some if file.is_file()] for name, some in files.items()}
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.study.search, self.study.choose, *self.study.report
+
     def _path(self, file: str) -> Path:
-        """A file of the data folder, which the recipes of models name too."""
-        data = replace(read_recipe("small-nope").data, folder=self.study.folder)
-        return find_files(data, "books")[0].parent / file
+        return data_folder(self.study.folder) / file
 
 
 def _run(texts: Texts, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
