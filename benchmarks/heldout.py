@@ -88,6 +88,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path, help="without its ending")
     options = parser.parse_args()
+    if options.data is None and not all(name.endswith(".json") for name in options.models):
+        parser.error("models are measured on text; say where it lies with --data")
     table: list[dict] = []
     for name in options.models:
         more = json.loads(Path(name).read_text()) if name.endswith(".json") else [measure(name, options)]

@@ -245,7 +245,7 @@ def test_a_fused_backend_computes_the_same_and_profiles_on_the_way(name: str, wi
     assert fused.layers == watched.layers
     for layer in fused.layers:
         assert (fused.entropy[layer] - watched.entropy[layer]).abs().max() < 2e-5
-        assert (fused.variance[layer] - watched.variance[layer]).abs().max() < 1e-3
+        assert (fused.sink[layer] - watched.sink[layer]).abs().max() < 1e-4
     if with_kernels and name in ("farspan-none", "llama"):
         assert all(used)
 

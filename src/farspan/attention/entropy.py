@@ -216,12 +216,12 @@ class EntropyByPosition:
 
     def __init__(self, length: int, *, bins: int | None = None, every: int = 1):
         self.length, self.bins, self.every = length, bins or length, every
-        self._sums: dict[int, Tensor] = {}  # layer -> [3, H, bins]: entropy, first-key mass, variance of the scores
+        self._sums: dict[int, Tensor] = {}  # layer -> [2, H, bins]: entropy, first-key mass
         self._counts: dict[int, Tensor] = {}  # layer -> [bins]
 
     def __call__(self, call: Call) -> None:
         """Look at a call and leave its computation to the model's own backend."""
-        found = entropy(Scores.of(call), every=self.every, variance=True)
+        found = entropy(Scores.of(call), every=self.every)
         self._add(call.layer, _slots(call)[:: self.every], found)
 
     def fused(self, model: PreTrainedModel) -> Backend:
@@ -236,7 +236,7 @@ class EntropyByPosition:
             if kernels is None:
                 self(call)
                 return own_backend(module)(module, query, key, value, attention_mask, **options)
-            output, found = kernels.attention(scores, call.v[:, :, : scores.k.shape[2]], variance=True)
+            output, found = kernels.attention(scores, call.v[:, :, : scores.k.shape[2]])
             self._add(call.layer, _slots(call), found)
             return output.transpose(1, 2).contiguous(), None
 
@@ -245,12 +245,12 @@ class EntropyByPosition:
     def _add(self, layer: int, slots: Tensor, found: Entropy) -> None:
         nats = found.nats
         if layer not in self._sums:
-            self._sums[layer] = nats.new_zeros((3, nats.shape[1], self.bins), dtype=torch.float64)
+            self._sums[layer] = nats.new_zeros((2, nats.shape[1], self.bins), dtype=torch.float64)
             self._counts[layer] = nats.new_zeros(self.bins, dtype=torch.float64)
         bin_of = (slots * self.bins // self.length).clamp(max=self.bins - 1)
         # A query that sees nothing is padding; one beyond the length was not asked for.
         seen = (torch.isfinite(found.lse[:, 0]) & (slots < self.length)).double()  # [B, rows]
-        for which, values in enumerate((nats, found.sink, found.variance)):
+        for which, values in enumerate((nats, found.sink)):
             assert values is not None
             self._sums[layer][which].index_add_(1, bin_of, (values.double() * seen[:, None]).sum(0))
         self._counts[layer].index_add_(0, bin_of, seen.sum(0))
@@ -271,8 +271,3 @@ class EntropyByPosition:
     def sink(self) -> dict[int, Tensor]:
         """Mean probability of the first key by layer, [H, bins]."""
         return self._mean(1)
-
-    @property
-    def variance(self) -> dict[int, Tensor]:
-        """Mean variance of the scores under attention by layer, [H, bins]: how fast entropy falls with ln λ̂."""
-        return self._mean(2)

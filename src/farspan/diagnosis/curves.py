@@ -99,14 +99,19 @@ def _check_entropy(model: PreTrainedModel, heads: dict[int, Tensor], positions: 
             raise _not_finite(model, what, float(table[head, place]), round(positions[place]))
 
 
+def broken_weight(model: PreTrainedModel) -> str | None:
+    """The name of the first weight that holds NaN or infinity, if there is one."""
+    weights = ((name, values) for name, values in model.state_dict().items() if values.is_floating_point())
+    return next((name for name, values in weights if not torch.isfinite(values).all()), None)
+
+
 def _not_finite(model: PreTrainedModel, what: str, value: float, position: int) -> FarspanError:
     """Damaged weights are told from sound ones whose products grow too large."""
     told = f"{what} turns {value} at position {position}"
-    for weight, values in model.state_dict().items():
-        if values.is_floating_point() and not torch.isfinite(values).all():
-            return CorruptError(
-                f"{told}, and {weight} holds NaN or infinity; fetch the checkpoint again, or export it again"
-            )
+    if (weight := broken_weight(model)) is not None:
+        return CorruptError(
+            f"{told}, and {weight} holds NaN or infinity; fetch the checkpoint again, or export it again"
+        )
     kind = str(model.dtype).removeprefix("torch.")
     wider = ', or write "dtype": "float32" into its config.json' if model.dtype.itemsize < 4 else ""
     # A number that is not finite, weighed with 0, is NaN: some kernels spread it to positions that do not see it.

@@ -260,16 +260,3 @@ def passkey_share(
     grid = Passkey((length,), depths, keys, seed, batch=batch)
     hits = [sample["hit"] for cell in grid.cells() for sample in grid.run(cell, model, tokenizer)]
     return sum(hits) / len(hits)
-
-
-@torch.no_grad()
-def tells(model: PreTrainedModel, rows: Tensor, answers: list[int]) -> Tensor:
-    """For each row [B, T], whose last tokens, so many, are the answer: would greedy decoding say them all? [B] bool
-
-    Given the right tokens before it, each must be the likeliest. That is what greedy decoding gives as well: it goes
-    astray at the first token that is not.
-    """
-    longest = max(answers)
-    right = likeliest(model, rows, longest) == rows[:, -longest:]
-    before = torch.arange(longest, 0, -1) > torch.tensor(answers)[:, None]  # still the question
-    return (right | before).all(1)

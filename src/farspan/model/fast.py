@@ -11,9 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 PAYS = 300_000_000  # parameters; compiling takes some ten seconds, in which a smaller model is done
-# Parameters, below which a model runs in float32 whatever its checkpoint says: where scores are large, bf16 drowns the
-# gradient of a scale, and so small a model has the memory and the time. This has nothing to do with compiling.
-EXACT_BELOW = 300_000_000
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

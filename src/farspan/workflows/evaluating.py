@@ -25,7 +25,8 @@ from farspan.attention.patch import Patch
 from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.data.passkey import SCORED, Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
-from farspan.errors import FarspanError
+from farspan.diagnosis.curves import broken_weight
+from farspan.errors import CorruptError, FarspanError
 from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
 from farspan.evals.passkey import UNKNOWN, grid_lengths
@@ -204,12 +205,11 @@ def _check_head(model: PreTrainedModel, source: str | Path) -> None:
     ids = torch.arange(16, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     own = model(input_ids=ids, use_cache=False).logits[:, -4:].float()
     if not bool(own.amax(-1).isfinite().all()):  # the largest is NaN where one is; −∞ may hide a token on purpose
-        broken = (f"{name} is not" for name, weight in model.named_parameters() if not bool(weight.isfinite().all()))
-        why = next(broken, f"they overflow in {str(model.dtype).partition('.')[2]}")
-        raise FarspanError(
-            f"the logits of {source} are not finite on a text of {ids.shape[1]} tokens, the first of its vocabulary "
-            f"({why}); give a checkpoint that did not diverge, or one in a wider precision"
-        )
+        told = f"the logits of {source} are not finite on a text of {ids.shape[1]} tokens, the first of its vocabulary"
+        if (weight := broken_weight(model)) is not None:
+            raise CorruptError(f"{told}, for {weight} holds NaN or infinity; fetch or export the checkpoint again")
+        kind = str(model.dtype).removeprefix("torch.")
+        raise FarspanError(f"{told}, for numbers outgrow {kind}; give a checkpoint in a wider precision")
     difference = float((ending_logits(model, ids, 4).float() - own).abs().max())
     if not difference <= 1e-2 * float(own.abs().max()):
         raise FarspanError(

@@ -23,6 +23,7 @@ from farspan.attention.probe import Layer, probe
 from farspan.data.documents import read_documents
 from farspan.data.passkey import Passkeys
 from farspan.data.windows import Windows, cut_windows, split_windows
+from farspan.diagnosis.curves import check_losses
 from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_share
 from farspan.files import check_free, new_folder, write_text
@@ -35,7 +36,6 @@ from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning, weighted_as
 from farspan.methods.uniform import uniform
-from farspan.model.fast import EXACT_BELOW
 from farspan.model.loss import last_logits
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
@@ -47,6 +47,7 @@ from farspan.workflows.inspection import train_length as trained_on
 
 BEYOND = 1.125  # the search reads a little beyond the target, as paper A's 18K for 16K
 SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "extend"
+EXACT_BELOW = 300_000_000  # parameters
 PROVEN = 256  # positions at the end of a window, where every method does something
 TUNINGS = {"": None, "fair": 200, "raw": 1000}
 
@@ -195,11 +196,15 @@ def extend(
     report = splits["report"].ids
     with _searching(job, how, method):
         before = _measured(model, tokenizer, report, job, how)
-        _check_finite(before[1], str(source), "give a model whose weights are finite")
+        check_losses(model, torch.from_numpy(before[1]), str(source))
         patch, why = fit_in_turn(model, job, how, names)
         patch = _located(patch, source)
         after = _measured(model, tokenizer, report, job, how)
-        _check_finite(after[1], f"{source} by {patch.method}", "choose another method, or a smaller learning rate")
+        if not np.isfinite(after[1]).all():
+            raise FarspanError(
+                f"{source} by {patch.method} has losses that are no numbers; choose another method, or a smaller "
+                "learning rate"
+            )
         found = Extended(
             patch,
             out,
@@ -229,7 +234,8 @@ def _located(patch: Patch, source: str | Path) -> Patch:
 
 
 def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that is not large in float32: where scores are large, bf16 drowns the gradient of a scale."""
+    """A model that is not large in float32, whatever its checkpoint says: where scores are large, bf16 drowns the
+    gradient of a scale, and so small a model has the memory and the time."""
     exact = model.dtype == torch.float32 or getattr(model, "is_quantized", False)  # what was quantized is left as it is
     return model if exact or model.num_parameters() >= EXACT_BELOW else model.float()
 
@@ -431,13 +437,6 @@ def _measured(
                 forget_lengths(model)
                 found[f"passkey@{mark}"] = passkey_share(model, tokenizer, mark, keys=how.passkeys, seed=how.seed)
     return found, curve
-
-
-def _check_finite(curve: np.ndarray, who: str, way_out: str) -> None:
-    """A loss that is no number can be neither compared nor written down."""
-    wrong = np.flatnonzero(~np.isfinite(curve))
-    if len(wrong):
-        raise FarspanError(f"{who} has a loss of {curve[wrong[0]]} at position {wrong[0] + 1} of the text; {way_out}")
 
 
 def marks(job: Job) -> list[int]:
