@@ -53,10 +53,12 @@ def fleet(shape: dict, position: str, models: int, data: Rows, batch: int, devic
     stack = Fleet([build(shape, position, "cpu")] * models, device)
     stack.network.train()
     lesson = Lesson(stack, [data] * models, Plan(steps=1000, batch=batch, buckets=1, optimizer="adamw"))
+    step: Callable[[], Tensor] = lesson
     if device == "cuda":
-        lesson.compile()
+        step = recorded = Recorded(lesson)
+        with recorded.apart():
+            lesson.compile()
     lesson.state.rates.fill_(RATE)
-    step = Recorded(lesson) if device == "cuda" else lesson
 
     def run() -> None:
         lesson.chance.uniform_()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import math
@@ -40,7 +41,7 @@ BLOCK = 256  # steps whose rows are drawn at once
 MULTIPLE = 8  # widths are multiples of it: matrix units want that
 LOGITS = 1 << 26  # held at once where models are asked
 COMPILING_PAYS = 500  # steps; it takes some ten seconds
-GRAPHS = 64  # compiled for all fleets of a process, at most: rows of some lengths times numbers of models
+GRAPHS = 256  # compiled for all fleets of a process, at most: rows of some lengths times numbers of models
 EPSILON = 1e-8
 MOMENTUM = 0.95  # of Muon
 NEWTON_SCHULZ = {"ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5}  # as torch's Muon has them
@@ -424,8 +425,11 @@ class Lesson:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """For all fleets of a process: what was compiled for one serves the next, where shapes and encodings allow."""
-    return torch.compile(over_models), torch.compile(_update)
+    """For all fleets of a process: what was compiled for one serves the next, where shapes and encodings allow.
+
+    Each width of rows by itself: torch 2.11 does not stack a product whose size is left open.
+    """
+    return torch.compile(over_models, dynamic=False), torch.compile(_update, dynamic=False)
 
 
 @contextmanager
@@ -446,11 +450,8 @@ class Recorded:
     def __call__(self) -> Tensor:
         self.taken += 1
         if self.taken <= WARM:
-            self.aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.aside):
-                losses = self.step()
-            torch.cuda.current_stream().wait_stream(self.aside)
-            return losses
+            with self.apart():
+                return self.step()
         if self.taken == WARM + 1:
             self._record()
         if self.graph is None:
@@ -458,7 +459,16 @@ class Recorded:
         self.graph.replay()
         return self.losses
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Work on the graph's own stream. A gradient that was once taken on another binds later ones to that."""
+        self.aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.aside):
+            yield
+        torch.cuda.current_stream().wait_stream(self.aside)
+
     def _record(self) -> None:
+        gc.collect()  # of steps that failed, what they held binds too
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self.aside):
@@ -495,9 +505,10 @@ def train(
     lesson = Lesson(fleet, data, plan)
     step: Callable[[], Tensor] = lesson
     if fleet.device.type == "cuda":
+        step = recorded = Recorded(lesson)
         if plan.steps >= COMPILING_PAYS:
-            lesson.compile()
-        step = Recorded(lesson)
+            with recorded.apart():
+                lesson.compile()
     full = torch.tensor(rates).to(lesson.state.rates)
     look, seen = max(1, plan.steps // 100), []
     for number in range(plan.steps):
