@@ -26,6 +26,7 @@ from farspan.data.documents import read_documents
 from farspan.errors import FarspanError
 from farspan.formats.fold import Proof, logits
 from farspan.formats.stock import to_stock
+from farspan.loading import unpacked_dtype
 from farspan.workflows import exporting
 from farspan.workflows.generating import generate
 
@@ -391,6 +392,8 @@ def test_transformers_reads_a_rotary_gguf_file(exported, patched):
     live = logits(farspan.load(patched("rope-twin:scales"), dtype=torch.float32).model, sample())
     read = farspan.load(exported("rope-twin:scales", "gguf").folder / "model.gguf").model
     assert (logits(read, sample()) - live).abs().max() < 1e-3
+    assert read.dtype == unpacked_dtype(None) == unpacked_dtype("cpu") == torch.float32
+    assert unpacked_dtype("cuda:0") == torch.bfloat16, "where attention in float32 may write out every score"
     with pytest.raises(FarspanError, match="scales its rotation .yarn.*load the checkpoint"):
         farspan.load(exported("rope-twin:yarn", "gguf").folder / "model.gguf")
 

@@ -233,6 +233,14 @@ def test_held_out_examples_are_not_trained_on():
     assert found.held_out_lengths.max() < found.beyond_lengths.min()
 
 
+def test_every_length_is_trained_on_as_often():
+    found = material(replace(read_study("lab-tiny"), train_examples=500), "parity", "none", Words())
+    lengths, counts = torch.unique(found.train.start, return_counts=True)
+    assert len(lengths) == 8
+    assert set(counts.tolist()) == {int(2**8 * 0.9) + 1}, "as many as the longest has; the shortest come again"
+    assert len({tuple(row.tolist()) for row in found.train.ids[found.train.start == lengths[0]]}) == 2
+
+
 def test_theorems_are_proven_and_positions_read(tmp_path):
     found = theorems(["nope-twin"], length=64, windows=4, out=tmp_path / "positions")
     assert all(proof.position_error < 1e-6 and proof.score_error < 1e-6 for proof in found.proofs)

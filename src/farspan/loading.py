@@ -55,7 +55,8 @@ def load(
     tokenizer.
 
     position: "none" loads a Llama-typed checkpoint that was trained without rotation as what it is.
-    dtype: as the checkpoint says unless given, or float32 on a CPU that has no arithmetic for it.
+    dtype: as the checkpoint says unless given, or float32 on a CPU that has no arithmetic for it. A .gguf file is
+        unpacked to bf16 on a GPU and to float32 on a CPU.
     attention: transformers' attn_implementation.
 
     >>> model, tokenizer = farspan.load("path/to/checkpoint")
@@ -202,9 +203,15 @@ def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.
     # The unpacking has a progress bar of its own that no setting turns off.
     with quiet(), _readable(file, MADE_FROM), contextlib.redirect_stderr(io.StringIO()):
         _refuse_misread(file)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
+        kind = dtype or unpacked_dtype(device)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=kind)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     return Loaded(model.to(device).eval() if device else model.eval(), tokenizer)
+
+
+def unpacked_dtype(device: str | torch.device | None) -> torch.dtype:
+    """Of quantised weights. In float32, heads that share keys make SDPA write out all T² scores on a GPU."""
+    return torch.float32 if torch.device(device or "cpu").type == "cpu" else torch.bfloat16
 
 
 def _refuse_misread(file: Path) -> None:
