@@ -230,7 +230,7 @@ def material(study: Study, task: str, scratchpad: str, words: Words) -> Material
 def evenly(examples: Sequence[Example]) -> list[Example]:
     """As many of each length as of every other: of the short ones there are few, which come again.
 
-    They are the steps by which the long ones are learnt: models that met a sum of two digits once in a thousand examples
+    They are the steps by which the long ones are learnt: models that met sums of two digits once in a thousand times
     never learnt to add eight.
     """
     groups = defaultdict(list)
