@@ -387,6 +387,8 @@ def test_methods_combine_and_hybrids_are_scaled_where_there_are_no_positions(tin
 @pytest.mark.parametrize(("kind", "chosen"), [("none", {"uniform", "headscale", "headlog"}), ("rope", {"ntk", "yarn"})])
 def test_auto_chooses_and_says_why(tiny, tmp_path, kind, chosen):
     found = extend(tiny / kind, 128, tmp_path / "auto", "auto", data=tiny / "text.txt", recipe=SEARCHED)
+    unused = [note for note in found.notes if "did nothing" in note]
+    assert bool(unused) == (kind == "rope"), "a rotary model is not searched for scales"
     assert found.patch.method in chosen
     assert f"auto chose {found.patch.method}: loss" in found.notes[-1]
 

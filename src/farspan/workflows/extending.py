@@ -167,7 +167,8 @@ def extend(
 
     def fresh() -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         loaded = load(source, position=position, device=device or state.device, trust_remote_code=trust_remote_code)
-        return in_exact_numbers(loaded.model), loaded.tokenizer
+        turned = set(names) <= set(ROPED)  # no scale is searched
+        return loaded.model if turned else in_exact_numbers(loaded.model), loaded.tokenizer
 
     ready = progress("load and read", 2)
     model, tokenizer = fresh()
@@ -177,6 +178,10 @@ def extend(
     length = _checked_length(source, to, train_length or trained_on(model.config), longest(model))
     layers = probe(model)
     notes = _suited(names, layers, str(source))
+    if names == ["auto"]:
+        candidates = _candidates(layers)
+        unused = [key for key, _ in _unusual(how, Extension()) if not _users(key, candidates)]
+        notes += tuple(f"{key} did nothing: here auto chooses of {', '.join(candidates)}" for key in unused)
     splits = _splits(data, tokenizer, to, how)
     ready()
     job = Job(
@@ -308,7 +313,7 @@ def check_used(names: Sequence[str], how: Extension, usual: Extension | None = N
     for key, value in _unusual(how, usual or Extension()):
         part, method = key.partition(".")[0], "+".join(names)
         setting = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        users = [name for name in names if part in USES[name]]
+        users = _users(key, names)
         if not users:
             others = ", ".join(name for name, parts in USES.items() if part in parts)
             raise FarspanError(
@@ -318,6 +323,10 @@ def check_used(names: Sequence[str], how: Extension, usual: Extension | None = N
             raise FarspanError(
                 f"{method} tunes nothing, so it has no use for {setting}; add tune=fair, or leave it away"
             )
+
+
+def _users(key: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if key.partition(".")[0] in USES[name]]
 
 
 def _unusual(how: Extension, usual: Extension) -> Iterator[tuple[str, Any]]:
@@ -395,12 +404,15 @@ def _apply_on_top(part: Patch, model: PreTrainedModel) -> None:
     replace(part, model=fingerprint(model)).apply(model)
 
 
+def _candidates(layers: Sequence[Layer]) -> list[str]:
+    """Of which methods auto chooses."""
+    return ["ntk", "yarn"] if all(layer.position == "rope" for layer in layers) else ["uniform", "headscale", "headlog"]
+
+
 def _best(model: PreTrainedModel, job: Job, how: Extension) -> tuple[Patch, tuple[str, ...]]:
     """Of the methods that suit the model, the one that the second split likes best."""
-    rotary = all(layer.position == "rope" for layer in probe(model))
-    candidates = ["ntk", "yarn"] if rotary else ["uniform", "headscale", "headlog"]
     patches: dict[str, Patch] = {}
-    for name in candidates:
+    for name in _candidates(probe(model)):
         patches[name] = METHODS[name](model, job, how)
         if name == "uniform" and not how.search.init:  # where the others start, and need not look for again
             found = patches[name].scales
