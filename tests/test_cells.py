@@ -62,6 +62,20 @@ def test_a_result_comes_back_as_it_was_put(tmp_path):
     assert Cells(tmp_path).get("other") is None
 
 
+def test_a_reading_that_failed_says_nothing_about_the_file(tmp_path, monkeypatch):
+    cells = Cells(tmp_path)
+    cells.put("key", {}, {"x": 1})
+
+    def fails(*_args, **_kwargs):
+        raise OSError(24, "too many files")
+
+    with monkeypatch.context() as system:
+        system.setattr(Path, "read_text", fails)
+        with pytest.raises(OSError, match="too many files"):
+            cells.get("key")
+    assert cells.get("key") == {"x": 1}
+
+
 @pytest.mark.parametrize("damage", ["{", "", '{"result": {"x": 1}}', "[1]", "\xff", None])
 def test_a_broken_file_is_set_aside_said_and_computed_again(tmp_path, damage):
     said: list[str] = []

@@ -52,6 +52,7 @@ def calls(draw) -> dict:
         "width": draw(st.sampled_from([16, 32, 64])),
         "sharpness": draw(st.sampled_from([0.0, 0.01, 1.0, 4.0, 12.0])),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "mask_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         "extra": draw(st.sampled_from(["causal", "window", "padding", "additive", "alibi", "t5", "softcap", "sinks"])),
         "per_head": draw(st.booleans()),
         "every": draw(st.sampled_from([1, 1, 3])),
@@ -74,7 +75,7 @@ def build(call: dict, device: str) -> Scores:
     elif call["extra"] == "padding":
         options["mask"] = visible & (columns >= 2)  # the first queries may see nothing
     elif call["extra"] == "additive":
-        options["mask"] = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        options["mask"] = torch.where(visible, 0.0, torch.finfo(call["mask_dtype"]).min).to(call["mask_dtype"])
     elif call["extra"] in ("alibi", "t5"):
         torch.manual_seed(0)
         rule = AlibiBias(heads) if call["extra"] == "alibi" else T5Bias(heads, 32, 128)

@@ -451,6 +451,15 @@ def test_generate_streams_what_the_model_generates(patched):
     assert said.stdout == expected + "\n"
 
 
+def test_generate_is_greedy_whatever_the_checkpoint_says(tmp_path):
+    model, tokenizer = farspan.load("rope-twin")
+    expected = "".join(farspan.generate("rope-twin", PROMPT, tokens=24))
+    model.generation_config.repetition_penalty = 3.0
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert "".join(farspan.generate(tmp_path / "model", PROMPT, tokens=24)) == expected
+
+
 def test_sampling_follows_its_seed(patched):
     once, again, other = (
         "".join(farspan.generate("rope-twin", PROMPT, tokens=16, temperature=1.0, seed=seed)) for seed in (1, 1, 2)

@@ -27,7 +27,7 @@ from farspan.errors import CorruptError, FarspanError, ProofError
 from farspan.methods import headscale as searching
 from farspan.methods.drope import drope
 from farspan.methods.headscale import Search, headlog, headscale
-from farspan.methods.job import Job, best_of, loss_by_position, scaled_loss
+from farspan.methods.job import Job, best_of, least, loss_by_position, scaled_loss
 from farspan.methods.rope import ROPES, roped
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning
@@ -108,9 +108,9 @@ def test_the_mean_loss_never_holds_all_logits():
 
 
 def test_best_of_finds_the_least_to_its_step():
-    for least in (0.8, 1.0, 1.234, 2.17, 3.0):
-        found, asked = best_of(lambda value, least=least: (value - least) ** 2, np.arange(0.8, 3.01, 0.2), 0.01)
-        assert found == pytest.approx(round(least, 2), abs=0.0051)
+    for best in (0.8, 1.0, 1.234, 2.17, 3.0):
+        found, asked = best_of(lambda value, best=best: (value - best) ** 2, np.arange(0.8, 3.01, 0.2), 0.01)
+        assert found == pytest.approx(round(best, 2), abs=0.0051)
         assert len(asked) < 40
         assert all(abs(value * 100 - round(value * 100)) < 1e-6 for value in asked)
     with pytest.raises(FarspanError, match="no scale gives a finite loss"):
@@ -557,6 +557,15 @@ def test_memory_that_runs_out_names_the_way_out(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(searching, "mean_loss", hungry)
     with pytest.raises(FarspanError, match=r"memory does not reach for windows of 144 tokens; .*search.micro_batch=1"):
         extend(tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=SEARCHED)
+    monkeypatch.setattr(extending, "loss_by_position", hungry)
+    for recipe, way in ((FEW, ""), (replace(FEW, tune="fair"), "tuning.micro_batch=1, or ")):
+        with pytest.raises(FarspanError, match=rf"the same command with {way}a shorter target than 128$"):
+            extend(tiny / "rope", 128, tmp_path / "patch", "yarn", data=tiny / "text.txt", recipe=recipe)
+
+
+def test_a_loss_that_is_no_number_is_never_the_least():
+    assert least({"a": math.nan, "b": 2.0, "c": 1.0, "d": math.inf}) == "c"
+    assert least({0.1: math.nan}) == 0.1
 
 
 def test_another_unfinished_search_is_not_touched(tiny, tmp_path):

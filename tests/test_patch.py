@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import farspan
 from families import FAMILIES, SHAPE, tokens
 from farspan.attention import seam
-from farspan.attention.patch import Patch, fingerprint, set_rope
+from farspan.attention.patch import Patch, fingerprint, forget_lengths, set_rope
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
 
@@ -52,6 +52,19 @@ def test_a_saved_patch_is_the_same_patch(name: str, tmp_path):
     text = json.loads((tmp_path / "patch" / "patch.json").read_text())
     assert text["model"]["sha256"] == patch.model
     assert text["scales"].keys() >= {"basis", "min", "mean", "max"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.no_grad()
+def test_a_dynamic_rotation_forgets_longer_text(name: str):
+    """Families whose layers rotate in several ways keep each one's frequencies by the layers' name."""
+    model = family(name)
+    set_rope(model, {"rope_type": "dynamic", "factor": 4.0})
+    middle, long = tokens(100), tokens(240)
+    expected = model(middle).logits
+    model(long)
+    forget_lengths(model)
+    assert torch.equal(model(middle).logits, expected)
 
 
 @torch.no_grad()

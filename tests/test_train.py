@@ -228,6 +228,20 @@ def test_sigterm_saves_and_exits_75_and_the_same_command_goes_on(recipe, prepare
     assert outcome(run) == straight
 
 
+def test_one_command_at_a_time_trains_in_a_folder(recipe, prepared, tmp_path, monkeypatch):
+    run, refused = tmp_path / "run", []
+    save = checkpoint.save
+
+    def meanwhile(*args, **kwargs):
+        refused.append(forked(lambda: pretrain.pretrain(recipe, run, prepared=prepared)))
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", meanwhile)
+    pretrain.pretrain(recipe, run, prepared=prepared)
+    assert set(refused) == {FarspanError.exit_code}
+    assert not (run / "lock").exists()
+
+
 def test_a_decayed_checkpoint_is_set_aside_for_the_one_before(recipe, prepared, straight, tmp_path, caplog):
     run = tmp_path / "run"
     pretrain.pretrain(recipe, run, prepared=prepared)

@@ -149,7 +149,7 @@ class Cells:
         owner: dict[str, Any] = {}  # as long as nobody can read whose it is
         try:
             beat = claim.stat().st_mtime
-            with suppress(CorruptError):
+            with suppress(CorruptError, PermissionError):
                 owner = read_json(claim)
         except (FileNotFoundError, FarspanError):
             return True  # it was released just now; look again later
@@ -174,7 +174,7 @@ def _touched(files: list[Path], every: float) -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(every):
             for file in files:
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # released, or a network that stumbles: the next beat may come through
                     os.utime(file)
 
     thread = threading.Thread(target=beat, daemon=True)

@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FarspanError(f"{path} does not exist; give a folder that holds {path.name}") from None
-    except (OSError, RecursionError) as error:
+    except (IsADirectoryError, NotADirectoryError, RecursionError) as error:  # other errors are not the file's
         raise CorruptError(f"{path} cannot be read ({type(error).__name__}); fetch or export it again") from None
     except UnicodeDecodeError as error:
         raise CorruptError(f"{path} is not UTF-8 text (byte {error.start}); fetch or export the file again") from None

@@ -14,7 +14,7 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
@@ -63,7 +63,7 @@ def load(
     """
     check_device(device)
     source = _twin(source)
-    if (Path(source) / "patch.json").exists():
+    if is_patch(source):
         return _load_patched(
             Path(source),
             position=position,
@@ -98,6 +98,23 @@ def load(
     return Loaded(model.to(device).eval() if device else model.eval(), _tokenizer(source, trust_remote_code))
 
 
+def load_for_text(source: str | Path, **options: Any) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """The model that `load` gives, and the tokenizer that it must have."""
+    model, tokenizer = load(source, **options)
+    if tokenizer is None:
+        raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+    return model, tokenizer
+
+
+def patch_in(source: str | Path) -> Patch | None:
+    """The patch of a folder, if the source names one."""
+    return Patch.load(Path(source)) if is_patch(source) else None
+
+
+def is_patch(source: str | Path) -> bool:
+    return (Path(source) / "patch.json").exists()
+
+
 def load_config(
     source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
@@ -130,6 +147,12 @@ def _twin(source: str | Path) -> str | Path:
     """Where a twin lies, if that is what is named; a folder of the same name goes first."""
     twin = TWINS / str(source)
     return twin if re.fullmatch(r"[a-z]+-twin", str(source)) and not Path(source).exists() and twin.exists() else source
+
+
+def chosen_device(device: str | None) -> str:
+    """The device that was asked for, or a GPU where there is one."""
+    check_device(device)
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_device(device: str | torch.device | None) -> None:
@@ -245,7 +268,7 @@ def load_base(folder: Path, patch: Patch, *, position: str | None = None, **opti
     """The model that a patch folder is for, without the patch: the one inside the folder, or the one it names."""
     inside = folder / BASE
     source = str(inside) if inside.is_dir() else patch.name
-    if not source or (Path(source) / "patch.json").exists():
+    if not source or is_patch(source):
         raise FarspanError(
             f"{folder} names {source or 'nothing'!r} as the model it patches; load its base model and use Patch.apply"
         )

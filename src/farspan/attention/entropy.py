@@ -91,11 +91,11 @@ class Scores:
         if self.mask is None:
             hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
             scores.masked_fill_(hidden, HIDDEN)
-        elif self.mask.dtype == torch.bool:
-            scores.masked_fill_(~self.mask[:, :, start:stop:step], HIDDEN)
         else:
-            additive = self.mask[:, :, start:stop:step].to(dtype)
-            scores = (scores + additive).masked_fill_(additive < HIDDEN, HIDDEN)
+            mask = self.mask[:, :, start:stop:step]
+            if mask.dtype != torch.bool:
+                scores = scores + mask.to(dtype)
+            scores.masked_fill_(~shown(mask), HIDDEN)
         if self.sinks is not None:
             extra = self.sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat((scores, extra), dim=-1)

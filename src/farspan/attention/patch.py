@@ -256,9 +256,13 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
 def forget_lengths(model: PreTrainedModel) -> None:
     """A dynamic rotation remembers the longest text it has turned, and turns shorter ones like it; not after this."""
     for rotary in model.modules():
-        if getattr(rotary, "rope_type", None) == "dynamic":
-            rotary.register_buffer("inv_freq", rotary.original_inv_freq.clone(), persistent=False)
-            rotary.max_seq_len_cached = rotary.original_max_seq_len
+        kind = getattr(rotary, "rope_type", None)
+        prefixes = {f"{layers}_": each for layers, each in kind.items()} if isinstance(kind, dict) else {"": kind}
+        for prefix, each in prefixes.items():
+            if each == "dynamic":
+                first = getattr(rotary, f"{prefix}original_inv_freq")
+                rotary.register_buffer(f"{prefix}inv_freq", first.clone(), persistent=False)
+                setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
 
 
 def _merged(own: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

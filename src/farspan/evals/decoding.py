@@ -23,7 +23,7 @@ def continuations(
     tokens none ends.
     """
     given = prompts.to(model.device)
-    with quiet(), _own_settings_set_aside(model):
+    with quiet(), own_settings_set_aside(model):
         said = model.generate(
             input_ids=given,
             attention_mask=torch.ones_like(given),
@@ -45,7 +45,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
 
 
 @contextmanager
-def _own_settings_set_aside(model: PreTrainedModel) -> Iterator[None]:
+def own_settings_set_aside(model: PreTrainedModel) -> Iterator[None]:
     """transformers fills what a caller leaves open, a repetition penalty say, from the checkpoint."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:

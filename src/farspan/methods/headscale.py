@@ -17,7 +17,7 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
-from farspan.methods.job import Job, scaled_loss
+from farspan.methods.job import Job, least, scaled_loss
 from farspan.methods.uniform import uniform
 from farspan.model.fast import compiled_layers, quick_attention
 from farspan.model.loss import mean_loss
@@ -64,7 +64,7 @@ def headlog(model: PreTrainedModel, job: Job, search: Search | None = None) -> P
     """λ̂(n) = a + b·ln⁺(n/L) a head, from a = 1 and the b that meets the best uniform λ̂ at the target."""
     search = search or Search()
     search = replace(search, lr=tuple(lr / 2 for lr in search.lr))  # two numbers move one scale
-    reach = float(torch.tensor(job.target / job.train_length).log())
+    reach = math.log(job.target / job.train_length)
     slope = ((search.init or best_uniform(model, job, search)) - 1) / reach
     table = torch.full((len(job.layers), job.heads), max(0.0, slope))
     scales = Scales(job.layers, torch.ones_like(table), table, "log", job.train_length)
@@ -80,9 +80,11 @@ def best_uniform(model: PreTrainedModel, job: Job, search: Search) -> float:
 
 def _searched(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales) -> Patch:
     """The best on the second split of what each learning rate comes to."""
-    found = [descend(model, job, search, method, start, lr) for lr in search.lr]
-    losses = [scaled_loss(model, job.choose, scales) for scales in found] if len(found) > 1 else [0.0]
-    return job.patch(method, scales=found[losses.index(min(losses))])
+    found = {lr: descend(model, job, search, method, start, lr) for lr in search.lr}
+    if len(found) == 1:
+        return job.patch(method, scales=found[search.lr[0]])
+    losses = {lr: scaled_loss(model, job.choose, scales) for lr, scales in found.items()}
+    return job.patch(method, scales=found[least(losses)])
 
 
 class Scaled(nn.Module):

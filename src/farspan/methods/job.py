@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from farspan.memory import in_pieces
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.train.sharding import processes
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +104,11 @@ def scaled_loss(model: PreTrainedModel, windows: Tensor, scales: Scales) -> floa
         return float(loss_by_position(model, windows).mean())
     finally:
         seam.uninstall(model)
+
+
+def least(losses: Mapping[Name, float]) -> Name:
+    """Whose loss is the least; one that is no number is the largest."""
+    return min(losses, key=lambda name: losses[name] if math.isfinite(losses[name]) else math.inf)
 
 
 def best_of(loss: Callable[[float], float], coarse: Sequence[float], step: float) -> tuple[float, dict[float, float]]:

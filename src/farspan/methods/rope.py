@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from farspan.attention.patch import Patch, set_rope
-from farspan.methods.job import Job, loss_by_position
+from farspan.methods.job import Job, least, loss_by_position
 from farspan.methods.tuning import Tuning, tune
 
 Rope = dict[str, Any]
@@ -66,7 +66,7 @@ def roped(model: PreTrainedModel, job: Job, method: str, tuning: Tuning | None) 
             with roped_as(model, _rope(model, job, method, stretch)):
                 losses[stretch] = float(loss_by_position(model, job.choose).mean())
             advance(1, f"×{stretch:g}: loss {losses[stretch]:.4f}")
-    return job.patch(method, rope=_rope(model, job, method, min(losses, key=losses.__getitem__)))
+    return job.patch(method, rope=_rope(model, job, method, least(losses)))
 
 
 def _rope(model: PreTrainedModel, job: Job, method: str, stretch: float) -> Rope:

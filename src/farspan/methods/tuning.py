@@ -54,6 +54,7 @@ def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[st
 
     They learn in float32 whatever they are kept in: most steps are too small for bf16 to notice.
     """
+    batches = job.batches(tuning.batch, tuning.micro_batch, model.device)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
@@ -63,7 +64,7 @@ def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[st
         data_parallel(LossOf(model)),
         trained,
         optimizers(model, how),
-        job.batches(tuning.batch, tuning.micro_batch, model.device),
+        batches,
         tokens=tuning.batch * (job.search.shape[1] - 1),
     )
     advance = job.progress(name, tuning.steps)

@@ -30,18 +30,7 @@ def token_losses(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -
 
     >>> token_losses(model, ids).mean().exp()  # perplexity
     """
-    output = _decoder(model)(input_ids=ids, use_cache=False)
-    hidden = output.last_hidden_state
-    losses = torch.empty(ids.shape[0], ids.shape[1] - 1, dtype=_wide(hidden), device=hidden.device)
-    vocabulary = model.config.get_text_config().vocab_size
-
-    def some_rows(start: int, stop: int) -> None:
-        logits = own_logits(model, output, slice(start, stop))
-        wanted = ids[:, start + 1 : stop + 1].to(logits.device)
-        losses[:, start:stop] = F.cross_entropy(logits.to(_wide(logits)).transpose(1, 2), wanted, reduction="none")
-
-    in_pieces(ids.shape[1] - 1, max(1, budget // (ids.shape[0] * vocabulary)), some_rows)
-    return losses
+    return last_losses(model, ids, ids.shape[1] - 1, budget=budget)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The loop: the same for pretraining, for scales, and for the laboratory.
+"""The loop: the same for pretraining, for tuning, and for the search for scales.
 
 Everything that happens at a step is a pure function of the step's number: its batches, its learning rate, and its
 random numbers, for the generator is seeded anew at each. A run is therefore its weights, its optimizer's state and one
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from farspan.errors import FarspanError, PreemptedError
@@ -31,6 +32,7 @@ from farspan.train.steps import RecordedSteps, Steps, Work
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+LOCK = "lock"  # while a command trains there
 DIVERGED = 2.0  # times the running mean of the loss, and a nat
 
 
@@ -66,6 +68,30 @@ def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: N
     SIGTERM saves and raises PreemptedError. A loss that is no number, or runs away, raises with the layer's name, and
     the run's folder holds the last checkpoint, if there was one.
     """
+    with _alone(run):
+        return _train(work, plan, run, listen)
+
+
+@contextlib.contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """One command at a time trains in a folder: another would sweep away what this one is writing."""
+    if not processes().is_main_process:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FarspanError(f"another process trains in {run}; wait for it, or choose another folder") from None
+    try:
+        yield
+    finally:
+        (run / LOCK).unlink(missing_ok=True)  # while it is held: nobody else can have opened it and be waiting
+        lock.release()
+
+
+def _train(work: Work, plan: Plan, run: Path, listen: Listener) -> list[dict[str, Any]]:
     state = processes()
     with state.main_process_first():  # which sets broken ones aside
         found = checkpoint.newest(run)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
@@ -21,7 +19,7 @@ from farspan.diagnosis.curves import Curves, measure
 from farspan.diagnosis.knees import Rule, distracted_heads, find_knee, smooth, suggest_scale
 from farspan.errors import FarspanError
 from farspan.files import check_free, new_folder
-from farspan.loading import first_line, load
+from farspan.loading import chosen_device, first_line, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.progress import Progress, silent
 from farspan.record import write_record
@@ -98,15 +96,14 @@ def diagnose(
         raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; ask for 2 or more")
     if out is not None:
         check_free(Path(out))
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(device)
     found: list[Diagnosis] = []
     read: dict[str, Any] = {}
     for source, name in zip(sources, model_names(sources), strict=True):
         ready = progress(f"{name}: load and read", 2)
-        model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
+        options = {"position": position, "device": device, "trust_remote_code": trust_remote_code}
+        model, tokenizer = load_for_text(source, **options)
         ready()
-        if tokenizer is None:
-            raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
         cut = cut_windows(read_documents(data), tokenizer, max(lengths), windows)
         ready()
         read[str(source)] = cut.describe()
@@ -138,10 +135,10 @@ def _diagnose_one(
     rule: Rule,
     progress: Progress,
 ) -> Diagnosis:
-    patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
+    patch = patch_in(source)
     if patch is not None and value is not None:
         raise FarspanError(f"{source} is a patch with scales of its own; compare uniform scales on its base model")
-    length = train_length or trained_on(model.config.get_text_config())
+    length = train_length or (patch.train_length if patch else trained_on(model.config))
     if length is None:
         raise FarspanError(f"the config of {source} does not tell its training length; give --train-length")
     longest = cut.ids.shape[1]

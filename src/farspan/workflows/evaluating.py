@@ -33,7 +33,7 @@ from farspan.evals.passkey import UNKNOWN, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import write_text
-from farspan.loading import BASE, TWINS, first_line, load, load_config
+from farspan.loading import BASE, TWINS, first_line, is_patch, load_config, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
@@ -170,23 +170,21 @@ def evaluate(
 
 def _check_base(source: str | Path, **options: Any) -> None:
     """Tell of a base that is not there before the model is measured, not after."""
-    if (Path(source) / "patch.json").exists():
+    if is_patch(source):
         Patch.load(Path(source))
     elif Path(source).suffix != ".gguf":
         load_config(source, **options)
 
 
 def _subject(source: str | Path, **options: Any) -> Subject:
-    model, tokenizer = load(source, **options)
-    if tokenizer is None:
-        raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+    model, tokenizer = load_for_text(source, **options)
     model = in_exact_numbers(model)
     _check_head(model, source)
     if model.device.type == "cuda" and model._can_set_attn_implementation() and not seam.installed(model):
         with suppress(FarspanError):  # once for all passkeys; what the seam refuses is measured as it is
             seam.install(model)
-    patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
-    length = patch.train_length if patch else trained_on(model.config.get_text_config())
+    patch = patch_in(source)
+    length = patch.train_length if patch else trained_on(model.config)
     return Subject(
         str(source),
         model,
@@ -244,7 +242,7 @@ def _digest(model: PreTrainedModel) -> str:
 def _base_of(source: str | Path, position: str | None) -> tuple[str | Path, str | None]:
     """The model that a patch folder is for, and how it is to be read."""
     folder = Path(source)
-    if not (folder / "patch.json").exists():
+    if not is_patch(folder):
         raise FarspanError("a gate with x compares with another model; name it with --vs BASE")
     patch = Patch.load(folder)
     return folder / BASE if (folder / BASE).is_dir() else patch.name, position or patch.position
@@ -253,7 +251,7 @@ def _base_of(source: str | Path, position: str | None) -> tuple[str | Path, str 
 def saw_passkeys(source: str | Path) -> str:
     """Did a model see passkey documents in training, by its card: "yes", "no", or "unknown" where nothing tells."""
     folder = Path(source)
-    if (folder / "patch.json").exists():
+    if is_patch(folder):
         return saw_passkeys(_base_of(source, None)[0])
     card = (TWINS / str(source) if not folder.exists() else folder) / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +22,7 @@ from farspan.lab.study import as_rows, parse_range
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.theorems import Proof, Reading, linear, look_back, prove, read_positions
 from farspan.lab.words import Words
-from farspan.loading import load
+from farspan.loading import chosen_device, load, load_for_text
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
@@ -61,8 +60,7 @@ def compare(
         raise FarspanError(f"rule {rule!r} is unknown; choose {' or '.join(RULES)}")
     if out is not None:
         check_free(out)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = [load(source, device=device) for source in sources]
+    loaded = [load(source, device=chosen_device(device)) for source in sources]
     models = [each.model for each in loaded]
     if task is not None:
         _check_words(models, sources)
@@ -173,9 +171,7 @@ def theorems(
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
     readings = {}
     for source, name in zip(sources, model_names(sources), strict=True):
-        model, tokenizer = load(source, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if tokenizer is None:
-            raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+        model, tokenizer = load_for_text(source, device=chosen_device(device))
         ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
         _check_finite(model, ids.split(1), name)
         readings[name] = read_positions(model, ids)

@@ -26,7 +26,7 @@ from farspan.formats.gguf import FILE, read_gguf, write_gguf
 from farspan.formats.live import save_model, write_live
 from farspan.formats.peft import read_peft, write_peft
 from farspan.formats.stock import to_stock
-from farspan.loading import Loaded, load, load_base
+from farspan.loading import Loaded, chosen_device, load, load_base, patch_in
 from farspan.model import FarspanForCausalLM
 from farspan.record import write_record
 from farspan.workflows.inspection import longest
@@ -105,8 +105,7 @@ def export(
             f"the format {format} has no use for --dtype {dtype}; leave it away, or choose a format that has: {others}"
         )
     check_free(Path(out))
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    patch = Patch.load(Path(source)) if (Path(source) / "patch.json").exists() else None
+    device, patch = chosen_device(device), patch_in(source)
     model, tokenizer = load(source, dtype=torch.float32, device=device)
     job = Job(Path(source), patch, model, tokenizer, DTYPES[dtype])
     samples = _samples(job)
@@ -222,8 +221,7 @@ FORMATS = {
 
 def _samples(job: Job) -> dict[str, Tensor]:
     """Prompts [1, T] of which the last tokens are compared: one inside the training length, one beyond it."""
-    text_config = job.model.config.get_text_config()
-    length = (job.patch.train_length if job.patch else trained_on(text_config)) or TOKENS
+    length = (job.patch.train_length if job.patch else trained_on(job.model.config)) or TOKENS
     limit = longest(job.model)
     lengths = {"inside": min(TOKENS, length)}
     if length <= LONGEST and (limit is None or length + TOKENS <= limit):

@@ -27,11 +27,11 @@ from farspan.diagnosis.curves import check_losses
 from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_share
 from farspan.files import check_free, new_folder, write_text
-from farspan.loading import load
+from farspan.loading import is_patch, load_for_text
 from farspan.memory import out_of_memory
 from farspan.methods.drope import drope
 from farspan.methods.headscale import Search, headlog, headscale
-from farspan.methods.job import Job, loss_by_position, scaled_loss
+from farspan.methods.job import Job, least, loss_by_position, scaled_loss
 from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning, weighted_as
@@ -162,19 +162,18 @@ def extend(
     names = _method_names(method)
     check_used(names, how)
     check_free(out)
-    if (Path(source) / "patch.json").exists():
+    if is_patch(source):
         raise FarspanError(f"{source} is a patch already; extend its base model, with both methods joined by +")
 
-    def fresh() -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        loaded = load(source, position=position, device=device or state.device, trust_remote_code=trust_remote_code)
+    def fresh() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        where = device or state.device
+        model, tokenizer = load_for_text(source, position=position, device=where, trust_remote_code=trust_remote_code)
         turned = set(names) <= set(ROPED)  # no scale is searched
-        return loaded.model if turned else in_exact_numbers(loaded.model), loaded.tokenizer
+        return model if turned else in_exact_numbers(model), tokenizer
 
     ready = progress("load and read", 2)
     model, tokenizer = fresh()
     ready()
-    if tokenizer is None:
-        raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
     length = _checked_length(source, to, train_length or trained_on(model.config), longest(model))
     layers = probe(model)
     notes = _suited(names, layers, str(source))
@@ -251,10 +250,11 @@ def _searching(job: Job, how: Extension, method: str) -> Iterator[None]:
     there was anything to go on from, leaves nothing behind."""
     folder = job.folder
     assert folder is not None
-    free = replace(how, search=replace(how.search, micro_batch=1, save_every=1))  # what may change on the way
+    may_change: dict[str, Any] = {"micro_batch": 1, "save_every": 1}
+    free = replace(how, search=replace(how.search, **may_change), tuning=replace(how.tuning, **may_change))
     text = hashlib.sha256(job.search.numpy().tobytes() + job.choose.numpy().tobytes()).hexdigest()
     mine = f"# {method} to {job.target} from {job.train_length}, weights {job.model}, text {text}\n{to_toml(free)}"
-    file = folder / "claim.toml"
+    file = folder / "claim.toml"  # what sets one search apart from another
     if file.exists() and file.read_text(encoding="utf-8") != mine:
         raise FarspanError(f"{folder} holds the unfinished search of another extension; finish that one, or remove it")
     state = processes()
@@ -268,11 +268,18 @@ def _searching(job: Job, how: Extension, method: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and out_of_memory(error):
             raise FarspanError(
                 f"memory does not reach for windows of {job.search.shape[1]} tokens; give the same command with "
-                f"search.micro_batch=1, or a shorter target than {job.target}"
+                f"{_smaller(method.split('+'), how)}a shorter target than {job.target}"
             ) from error
         raise
     if state.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _smaller(names: Sequence[str], how: Extension) -> str:
+    """The settings that would need less memory, of those that the methods use."""
+    tunes = how.tune or "drope" in names
+    sizes = {"search": how.search.micro_batch, "tuning": how.tuning.micro_batch if tunes else 1}
+    return "".join(f"{part}.micro_batch=1, or " for part, size in sizes.items() if size > 1 and _users(part, names))
 
 
 def read_extension(source: str | None, changes: Sequence[str]) -> Extension:
@@ -417,9 +424,10 @@ def _best(model: PreTrainedModel, job: Job, how: Extension) -> tuple[Patch, tupl
         if name == "uniform" and not how.search.init:  # where the others start, and need not look for again
             found = patches[name].scales
             assert found is not None
-            how = replace(how, search=replace(how.search, init=max(1.0, float(found.base[0, 0]))))
+            start = float(found.base[0, 0])
+            how = replace(how, search=replace(how.search, init=max(1.0, start) if how.search.constraint else start))
     losses = {name: _loss_with(model, patch, job.choose) for name, patch in patches.items()}
-    best = min(losses, key=losses.__getitem__)
+    best = least(losses)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
     patches[best].apply(model)
     return patches[best], (f"auto chose {best}: loss {losses[best]:.4f} on the second split, against {others}",)

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
 
 from farspan.errors import FarspanError
-from farspan.loading import load, quiet
+from farspan.evals.decoding import end_tokens, own_settings_set_aside
+from farspan.loading import chosen_device, load_for_text, quiet
 from farspan.workflows.inspection import longest
 
 
@@ -47,10 +48,8 @@ def generate(
         raise FarspanError(f"a temperature of {temperature:g} has no meaning; give 0 for the likeliest, or more")
     if not 0 <= seed < 2**64:
         raise FarspanError(f"a seed of {seed} is out of range; give a number from 0 to 2^64 - 1")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load(source, position=position, device=device, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        raise FarspanError(f"{source} has no tokenizer, and a prompt must become tokens; add its tokenizer.json")
+    options = {"position": position, "device": chosen_device(device), "trust_remote_code": trust_remote_code}
+    model, tokenizer = load_for_text(source, **options)
     asked = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
     length, limit = asked["input_ids"].shape[1], longest(model)
     if limit is not None and length + tokens > limit:
@@ -58,11 +57,19 @@ def generate(
             f"the prompt has {length} tokens and {tokens} more are asked for, and the position table of {source} ends "
             f"at {limit}; give a shorter prompt, or ask for fewer tokens"
         )
-    # Whatever the checkpoint's own settings for sampling are, these are the ones that were asked for.
-    options = {"do_sample": temperature > 0, "temperature": temperature or None, "top_k": None, "top_p": None}
-    given = {key: asked[key] for key in ("input_ids", "attention_mask")}
+    ends = end_tokens(model, tokenizer)
+    given = {
+        "input_ids": asked["input_ids"],
+        "attention_mask": asked["attention_mask"],
+        "max_new_tokens": tokens,
+        "do_sample": temperature > 0,
+        "eos_token_id": ends or None,
+        "pad_token_id": ends[0] if ends else 0,
+    }
+    if temperature > 0:
+        given |= {"temperature": temperature, "top_k": 0}  # of all tokens, and not of transformers' fifty likeliest
     torch.manual_seed(seed)
-    return _pieces(model, tokenizer, {**given, **options, "max_new_tokens": tokens, "num_beams": 1})
+    return _pieces(model, tokenizer, given)
 
 
 def _pieces(model: PreTrainedModel, tokenizer, options: dict) -> Iterator[str]:
@@ -73,7 +80,7 @@ def _pieces(model: PreTrainedModel, tokenizer, options: dict) -> Iterator[str]:
 
     def work() -> None:
         try:
-            with quiet():
+            with quiet(), own_settings_set_aside(model):
                 model.generate(
                     **options,
                     streamer=streamer,

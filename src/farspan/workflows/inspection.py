@@ -17,7 +17,7 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites
-from farspan.loading import first_line, load, load_config, needed_attention
+from farspan.loading import first_line, is_patch, load, load_config, needed_attention
 
 BUILDABLE = 300_000_000  # parameters of a model that is built whole when it cannot be built small
 
@@ -75,7 +75,7 @@ def inspect(
     if isinstance(source, PreTrainedModel):
         return _inspect_model(source, type(source).__name__)
     folder = Path(source)
-    if folder.is_dir() and not (folder / "patch.json").exists():
+    if folder.is_dir() and not is_patch(folder):
         config = load_config(folder, position=position, trust_remote_code=trust_remote_code)
         if not weight_files(folder):
             return _inspect_config(config, str(source), trust_remote_code)
@@ -200,6 +200,7 @@ def built_in_temperature(config: PreTrainedConfig) -> str | None:
 
 def train_length(config: PreTrainedConfig) -> int | None:
     """The length the model was trained on, as far as its config tells."""
+    config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
 

@@ -51,7 +51,7 @@ from farspan.lab.study import (
 )
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words
-from farspan.loading import check_device
+from farspan.loading import chosen_device
 from farspan.memory import in_pieces
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Progress, silent
@@ -100,8 +100,7 @@ def run(
     >>> run("lab-tiny", [], "runs/lab-tiny").ranks[0].encoding
     """
     study, out = read_study(source, changes), Path(out)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device)
+    device = chosen_device(device)
     check_folder(out)
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
     bench = _Bench(study, Words(), device, _results(study, keys, out, say), out, progress, say)
@@ -352,8 +351,7 @@ class Estimate:
 
 def estimate(study: Study, device: str | None = None) -> list[Estimate]:
     """What a study's networks ask for."""
-    check_device(device)
-    words, on_gpu = Words(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
+    words, on_gpu = Words(), torch.device(chosen_device(device)).type == "cuda"
     rate, lineup = matrix_rate(on_gpu), fleets(study, cells_of(study), words, study.fleet if on_gpu else 1)
     found: dict[tuple[str, str], list[list[Cell]]] = {}
     for fleet in lineup:

@@ -14,7 +14,7 @@ from torch import Tensor
 from farspan.attention.patch import fingerprint
 from farspan.errors import FarspanError
 from farspan.files import new_folder, read_json
-from farspan.loading import quiet
+from farspan.loading import chosen_device, quiet
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
@@ -103,7 +103,7 @@ def _megabytes(recipe: Pretraining) -> float | None:
 
 def matrix_rate(narrow: bool) -> float:
     """FLOP/s of a large matrix product here and now."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(None)
     size = 8192 if device == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if narrow else torch.float32)
     count = 20 if device == "cuda" else 3

@@ -31,7 +31,7 @@ from farspan.diagnosis.knees import Rule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_share
 from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
-from farspan.loading import check_device, load
+from farspan.loading import chosen_device, load_for_text
 from farspan.methods.headscale import best_uniform
 from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
@@ -179,8 +179,7 @@ def reproduce(
     """
     study, out = read_study(source, changes), Path(out)
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device)
+    device = chosen_device(device)
     check_folder(out)
     texts = Texts(study)
     texts.check()
@@ -300,7 +299,7 @@ class Texts:
 
     def __init__(self, study: Study):
         self.study = study
-        self.best: dict[tuple[str, int, bool], float] = {}  # model, target, constraint -> best λ̂ of all heads
+        self.best: dict[tuple[str, int, bool, int], float] = {}  # model, target, constraint, windows -> best λ̂
         self._read: dict[tuple[str, str, int, int], torch.Tensor] = {}
 
     def windows(self, file: str, model: str, tokenizer: Any, length: int, limit: int) -> torch.Tensor:
@@ -332,10 +331,8 @@ class Texts:
 
 
 def _run(texts: Texts, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
-    model, tokenizer = load(folder, device=device)
+    model, tokenizer = load_for_text(folder, device=device)
     model = in_exact_numbers(model)
-    if tokenizer is None:
-        raise FarspanError(f"{folder} has no tokenizer, and text must become tokens; add its tokenizer.json")
     length = trained_on(model.config) or 0
     found: dict[str, Any] = {**asdict(cell), "train_length": length, "target": length * cell.factor}
     if cell.method != "none":
@@ -379,7 +376,7 @@ def _fit(
         progress=progress,
     )
     if method in ("headscale", "headlog") and not how.search.init:
-        asked = (cell.model, target, how.search.constraint)
+        asked = (cell.model, target, how.search.constraint, how.choose_windows)
         if asked not in texts.best:
             texts.best[asked] = best_uniform(model, job, how.search)
         how = replace(how, search=replace(how.search, init=texts.best[asked]))
@@ -419,7 +416,7 @@ def _measured(
 
 
 def _grid(texts: Texts, item: Grid, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
-    model, tokenizer = load(folder, device=device)
+    model, tokenizer = load_for_text(folder, device=device)
     model = in_exact_numbers(model)
     study, length, layers = texts.study, trained_on(model.config) or 0, probe(model)
     windows = texts.windows(study.choose, item.model, tokenizer, 8 * length, study.extension.choose_windows)
