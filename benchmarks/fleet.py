@@ -29,7 +29,7 @@ from farspan.lab.fleet import Fleet, Lesson, Plan, Recorded, Rows
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compile_layers, quick_attention
 from farspan.train.optim import Optimization, optimizers
-from farspan.train.steps import RecordedSteps, Steps, Work
+from farspan.train.steps import RecordedSteps, Steps, Work, on_stream
 
 LARGE = dict(vocab_size=704, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6)
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -56,7 +56,7 @@ def fleet(shape: dict, position: str, models: int, data: Rows, batch: int, devic
     step: Callable[[], Tensor] = lesson
     if device == "cuda":
         step = recorded = Recorded(lesson)
-        with recorded.apart():
+        with on_stream(recorded.aside):
             lesson.compile()
     lesson.state.rates.fill_(RATE)
 

@@ -30,10 +30,11 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.loading import first_line
 from farspan.memory import in_pieces, out_of_memory
+from farspan.model.fast import compile_often
 from farspan.model.positions import PlacedBias
 from farspan.model.transformer import FarspanForCausalLM, FarspanModel
 from farspan.train.optim import OPTIMIZERS, Optimization, orthogonalise, rate
-from farspan.train.steps import WARM
+from farspan.train.steps import WARM, on_stream
 
 log = logging.getLogger(__name__)
 
@@ -405,8 +406,7 @@ class Lesson:
     def compile(self) -> None:
         """Compile the layer and the update, or say why not and go on without."""
         self.fleet.layer, self.update = _compiled()
-        # Beyond its limit the compiler would go on without compiling, and not say so.
-        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        compile_often(GRAPHS)
         before = self.fleet.weights.detach().clone()
         self.state.rates.zero_()
         try:
@@ -450,7 +450,7 @@ class Recorded:
     def __call__(self) -> Tensor:
         self.taken += 1
         if self.taken <= WARM:
-            with self.apart():
+            with on_stream(self.aside):
                 return self.step()
         if self.taken == WARM + 1:
             self._record()
@@ -458,14 +458,6 @@ class Recorded:
             return self.step()
         self.graph.replay()
         return self.losses
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Work on the graph's own stream. A gradient that was once taken on another binds later ones to that."""
-        self.aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.aside):
-            yield
-        torch.cuda.current_stream().wait_stream(self.aside)
 
     def _record(self) -> None:
         gc.collect()  # of steps that failed, what they held binds too
@@ -507,7 +499,7 @@ def train(
     if fleet.device.type == "cuda":
         step = recorded = Recorded(lesson)
         if plan.steps >= COMPILING_PAYS:
-            with recorded.apart():
+            with on_stream(recorded.aside):
                 lesson.compile()
     full = torch.tensor(rates).to(lesson.state.rates)
     look, seen = max(1, plan.steps // 100), []

@@ -24,7 +24,7 @@ from farspan.lab.scratchpad import parse_parts
 from farspan.lab.tasks import Example, Range, draw, find_task, splits
 from farspan.lab.words import Words
 from farspan.model.config import FarspanConfig
-from farspan.model.transformer import FarspanForCausalLM
+from farspan.model.transformer import FarspanForCausalLM, zero_outputs
 
 # The laboratory's names -> position of the network, and the share of each head that turns.
 ENCODINGS: dict[str, tuple[str, float]] = {
@@ -300,12 +300,11 @@ def fleet_of(study: Study, cells: Sequence[Cell], found: Sequence[Material], wor
     return Fleet([models[cell.seed] for cell in cells], device)
 
 
-def _begun(config: FarspanConfig, seed: int, zero_outputs: bool) -> FarspanForCausalLM:
+def _begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
     torch.manual_seed(seed)
     model = FarspanForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if zero_outputs and name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.zeros_(parameter)
+    if silent:
+        zero_outputs(model)
     return model
 
 

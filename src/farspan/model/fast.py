@@ -26,9 +26,10 @@ def compile_layers(model: PreTrainedModel) -> None:
         layer.compile(dynamic=False)
 
 
-def compile_often() -> None:
-    """One piece of code may be compiled for 64 models and shapes; after eight the compiler would give up on it."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+def compile_often(graphs: int = 64) -> None:
+    """One piece of code may be compiled for so many models and shapes; after eight the compiler would go on without
+    compiling, and not say so."""
+    torch._dynamo.config.recompile_limit = max(graphs, torch._dynamo.config.recompile_limit)
 
 
 @contextmanager

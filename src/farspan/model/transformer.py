@@ -328,3 +328,10 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
+
+
+def zero_outputs(model: PreTrainedModel) -> None:
+    """Let what each layer adds to the stream start at zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)

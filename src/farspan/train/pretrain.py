@@ -15,6 +15,7 @@ from farspan.files import read_tensors, weight_files, write_text
 from farspan.memory import out_of_memory
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compile_layers, quick_attention
+from farspan.model.transformer import zero_outputs
 from farspan.progress import Progress, silent
 from farspan.recipe import from_toml, to_toml
 from farspan.train import checkpoint
@@ -148,9 +149,7 @@ def build(recipe: Pretraining, config: FarspanConfig) -> FarspanForCausalLM:
             raise FarspanError(f"from={recipe.from_} holds no weights; give a model folder that farspan wrote")
         checkpoint.fit(weights, dict(model.named_parameters()), start)
     elif recipe.model.zero_outputs:
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
+        zero_outputs(model)
     return model
 
 

@@ -74,7 +74,7 @@ class RecordedSteps(Steps):
 
     def gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         if self.taken < WARM:
-            with self._warming_up():
+            with on_stream(self.aside):
                 return super().gradients(batches)
         if self.taken == WARM:
             self.inputs = [batch.clone() for batch in batches]
@@ -90,7 +90,7 @@ class RecordedSteps(Steps):
     def update(self) -> None:
         self.taken += 1
         if self.taken <= WARM:
-            with self._warming_up():
+            with on_stream(self.aside):
                 super().update()
             return
         if self.taken == WARM + 1:
@@ -98,9 +98,12 @@ class RecordedSteps(Steps):
                 super().update()
         self.back.replay()
 
-    @contextmanager
-    def _warming_up(self) -> Iterator[None]:
-        self.aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.aside):
-            yield
-        torch.cuda.current_stream().wait_stream(self.aside)
+
+@contextmanager
+def on_stream(aside: torch.cuda.Stream) -> Iterator[None]:
+    """Work on the stream that a graph is recorded on: a gradient that was first taken on another binds later ones to
+    that."""
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        yield
+    torch.cuda.current_stream().wait_stream(aside)
