@@ -465,7 +465,7 @@ def test_a_patch_is_held_to_its_base_and_a_missed_gate_exits_3(tiny, tmp_path, m
         (["--suite", "paper"], "the suite paper needs pg19 and proofpile and longbench; give --data pg19=PATH"),
         (
             ["--suite", "passkey", "--data", "x=y"],
-            "--data x= is nothing that the suite passkey reads; it takes no text",
+            "the suite passkey reads no text; leave --data away",
         ),
         (["--suite", "needle", "--data", "hay=y"], "is nothing that the suite needle reads; it takes haystack=PATH"),
         (["--mode", "jarn"], "perplexity mode 'jarn' is unknown; the nearest is yarn"),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,7 +44,7 @@ from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words
 from farspan.workflows import laboratory
 from farspan.workflows.explaining import compare, theorems
-from farspan.workflows.laboratory import SHELF, as_tokenizer, dump, estimate, read_study, run, so_far
+from farspan.workflows.laboratory import SHELF, as_tokenizer, dump, estimate, line_of, read_study, run, so_far
 
 RECIPES = sorted(path.stem for path in SHELF.glob("*.toml"))
 SMALL = """
@@ -257,7 +263,8 @@ def test_theorems_are_proven_and_positions_read(tmp_path):
 def result(in_range: float, beyond: float, chosen_by: float = 1.0) -> dict:
     counts = {"3": [round(1000 * beyond), 1000]}
     inside = {"2": [round(1000 * in_range), 1000]}
-    return {"in_range": inside, "beyond": counts, "chosen_by": chosen_by, "scaled": {"1.2": {"3": [500, 1000]}}}
+    scaled = {"1.2": {"3": [500, 1000]}}
+    return {"in_range": inside, "beyond": counts, "chosen_by": chosen_by, "scaled": scaled, "loss": [1.0, 0.1]}
 
 
 def cell(task: str, encoding: str, seed: int = 0, lr: float = 1e-3) -> Cell:
@@ -280,11 +287,18 @@ def test_models_that_did_not_learn_have_no_rank_and_are_counted():
         ("none", 0.75, 2),
         ("t5", 0.75, 2),
     ]
-    table = accuracy_table(found)
-    assert "0.500 (1 of 2)" in table
-    assert "not learnt (0.50)" in table
-    assert "0.750 (2)" in rank_table(found)
-    assert "| 1.2 | 0.500 | 0.500 |  |" in scale_table(found)
+    head, rows = accuracy_table(found)
+    assert head == ["task", "none", "t5", "alibi"]
+    assert rows[0] == ["copy", "0.500 (1 of 2)", "0.400", "not learnt (0.50)"]
+    assert rank_table(found)[1] == [["small", "none", "0.750 (2)", "0.750 (2)", ""]]
+    assert scale_table(found)[1] == [["1", "0.300", "0.300", ""], ["1.2", "0.500", "0.500", ""]]
+
+
+def test_a_model_that_diverged_is_said_to_have(tmp_path):
+    lost = result(0.0, 0.0) | {"loss": [2.0, None]}
+    ((task, *told),) = accuracy_table(entries({cell("copy", "none"): lost, cell("copy", "t5"): result(0.1, 0.0)}))[1]
+    assert (task, told) == ("copy", ["diverged", "not learnt (0.10)"])
+    assert "diverged" in line_of(cell("copy", "none"), lost | {"seconds": 1.0})
 
 
 def test_those_that_are_level_share_their_places():
@@ -356,6 +370,35 @@ def test_an_estimate_counts_parameters_models_and_tokens():
     assert paper["t5"].parameters == paper["none"].parameters + 32 * 12, "one table for all layers"
 
 
+def spawned_by(pid: int) -> list[int]:
+    """The processes that multiprocessing started for another, read from the system."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def test_helpers_end_with_the_process_that_was_killed(tmp_path):
+    arguments = ["lab", "run", "lab-tiny", "train.steps=100000", "train_examples=200", "-o", str(tmp_path / "out")]
+    first = subprocess.Popen([sys.executable, "-m", "farspan", *arguments], stdout=subprocess.DEVNULL)
+    for _ in range(1200):
+        time.sleep(0.1)
+        if len(list((tmp_path / "out" / "claims").glob("[0-9a-f]*"))) == 2:  # both are at work
+            break
+    (helper,) = spawned_by(first.pid)
+    first.kill()
+    first.wait()
+    for _ in range(100):
+        if not Path(f"/proc/{helper}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(helper, signal.SIGKILL)
+    pytest.fail("the helper trained on")
+
+
 def refusal(capsys, monkeypatch, *arguments: str) -> str:
     monkeypatch.setattr("sys.argv", ["farspan", "lab", *arguments])
     monkeypatch.setenv("COLUMNS", "400")
@@ -388,6 +431,15 @@ def refusal(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", "--dry-run", "--device", "cuba"], "device 'cuba' cannot be used"),
         (["run", "lab-tiny", "-o", str(Path(__file__).parent)], "tests exists already and is no results folder"),
         (["run", "lab-tiny", "train.buckets=3"], "a batch of 64 examples"),
+        (["run", "lab-tiny", "train.warmup=2"], "warmup is 2; give a share from 0 to 1"),
+        (["run", "lab-tiny", "train.beta2=1"], "beta2 is 1; give a share"),
+        (["run", "lab-tiny", "train.clip=0"], "clip is 0; give a number above 0"),
+        (["run", "lab-tiny", "train.weight_decay=-1"], "weight_decay is -1; give 0 or more"),
+        (["run", "lab-tiny", "lrs=[0.0]"], "lrs are [0.0]; give learning rates above 0"),
+        (["run", "lab-tiny", "sizes.tiny.dropout=1.5"], "sizes.tiny.dropout is 1.5; give a share"),
+        (["run", "lab-tiny", "sizes.tiny.heads=3"], "a width of 64, which 3 heads do not divide"),
+        (["run", "lab-tiny", "sizes.tiny.base_scale=-1.0"], "base_scale -1 and rate 1"),
+        (["run", "lab-tiny", "test_examples=1"], "test_examples is 1; give 2 or more"),
         (["dump", "copy", "--lengths", "2-20"], "'2-20' is no range of lengths"),
         (["dump", "copy", "--lengths", "1:1000000000"], "length 1000000000 is more than a model"),
         (["dump", "addition", "--scratchpad", ""], "scratchpad"),

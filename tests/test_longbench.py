@@ -23,9 +23,9 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals import longbench, metrics
-from farspan.evals.averages import average
 from farspan.evals.decoding import continuations
 from farspan.evals.longbench import LongBench, read_collections, score_of, shortened, tasks
+from farspan.evals.scores import average, bootstrap, wilson
 from farspan.model import FarspanForCausalLM
 
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
@@ -291,11 +291,15 @@ def test_the_first_prompts_of_each_task_are_named_so(everything, tokenizer, monk
 
 
 def test_averages_count_tasks_alike():
-    assert average([[100.0] * 30, [0.0]])[0] == 50
-    mean, low, high = average([[0.0, 100.0] * 50, [0.0, 100.0] * 5])
+    many, few = (bootstrap([0.0, 100.0] * count) for count in (50, 5))
+    assert average([(100.0, 99.0, 100.0), (0.0, 0.0, 1.0)])[0] == 50
+    mean, low, high = average([many, few])
     assert low < mean < high
-    alone = average([[0.0, 100.0] * 5])
-    assert alone[2] - alone[1] > high - low, "more tasks, less doubt"
+    assert few[2] - few[1] > high - low, "more tasks, less doubt"
+    assert average([few]) == pytest.approx(few)
+    assert average([wilson(0, 20)] * 5) == pytest.approx((0, 0, wilson(0, 20)[2] / 5**0.5)), (
+        "none told is not certainty"
+    )
 
 
 def test_the_cells_know_their_data(everything):

@@ -336,6 +336,8 @@ def test_bad_input_is_a_sentence(tmp_path):
         samples(without, tiny(), SimpleNamespace(bos_token_id=None))
     with pytest.raises(FarspanError, match="a budget of 10 tokens is less than a window of 16 scores"):
         Perplexity((text(50),), (16,), "yarn", 8, budget=10).cells()
+    with pytest.raises(FarspanError, match="a budget of 7 tokens is less than a window of 16 scores"):
+        Perplexity((text(50),), (16,), "same", 8, budget=7).cells()
     broken = tiny()
     broken.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(FarspanError, match="the loss on text is nan in windows of 16 tokens"):

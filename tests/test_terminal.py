@@ -90,7 +90,7 @@ def test_where_no_scale_suggests_itself_there_is_a_dash(capsys):
 def test_names_of_compared_models_are_shown_as_they_are(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "out_console", Console(width=120, highlight=False))
     table = np.zeros((1, 2))
-    distance = SimpleNamespace(nearest=np.zeros(1), matched=np.zeros(1))
+    distance = SimpleNamespace(nearest=np.zeros(1), matched=np.zeros(1), rule="jsd")
     models, mass = ["runs/[small]", "nope-twin"], np.zeros((1, 2, 4))
     found = SimpleNamespace(
         models=models, tokens=8, pairs={(0, 1): distance}, mass=[mass, mass], ablations=[table, table]

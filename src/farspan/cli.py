@@ -24,6 +24,7 @@ from farspan.terminal import (
     show_extension,
     show_inspection,
     show_lab_estimate,
+    show_tables,
     show_theorems,
     size,
     speaks,
@@ -174,6 +175,9 @@ def parse_data(words: Sequence[str]) -> str | dict[str, str]:
         return "python-docs"
     if len(words) == 1 and not named:
         return words[0]
+    names = [word.partition("=")[0] for word in words if "=" in word]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise FarspanError(f"--data {twice[0]}= was given {names.count(twice[0])} times; give each name once")
     if len(named) < len(words):
         raise FarspanError(f"--data was given {len(words)} times; give one text, or name each as NAME=PATH")
     return named
@@ -418,9 +422,7 @@ def lab_run(
         told = {"learnt": found.learnt[0], "models": found.learnt[1], "mean_reciprocal_rank": ranks}
         typer.echo(json.dumps({**told, "folder": str(folder)}))
         return
-    for title, table in found.tables.items():
-        out_console.print(f"\n[bold]{title}[/]\n")
-        out_console.print(table, soft_wrap=True, markup=False)
+    show_tables(found.tables)
     out_console.print(
         f"\n{found.learnt[0]} of {found.learnt[1]} models learnt their task; record and figure in {folder}",
         soft_wrap=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -182,7 +182,11 @@ def show_comparison(found: Compared, as_json: bool) -> None:
         typer.echo(json.dumps({"tokens": found.tokens, "distances": pairs, "loss_without_head": heads}))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
-    table.caption = f"nats, by layer: nearest pair of heads, then heads matched one to one; {found.tokens:,} tokens"
+    rule = next(iter(found.pairs.values())).rule if found.pairs else "jsd"
+    of = " of those with i < j, by paper B's rule" if rule == "legacy" else ""
+    table.caption = (
+        f"nats, by layer: nearest pair of heads{of}, then all heads matched one to one; {found.tokens:,} tokens"
+    )
     table.add_column("models", overflow="fold")
     for layer in range(len(found.mass[0])):
         table.add_column(str(layer), justify="right")
@@ -213,8 +217,18 @@ def show_theorems(found: Positions, length: int) -> None:
     for name, readings in found.readings.items():
         shares = "  ".join(f"{each.r2:.3f}" for each in readings)
         last = readings[-1]
-        out_console.print(f"{name}: R² of the position after each layer  {shares}", soft_wrap=True, markup=False)
+        told = f"{name}: R² of the position in the embeddings and after each layer  {shares}"
+        out_console.print(told, soft_wrap=True, markup=False)
         out_console.print(f"{'':{len(name)}}  off by {last.error:.0f} tokens at the end", soft_wrap=True, markup=False)
+
+
+def show_tables(tables: Mapping[str, tuple[list[str], list[list[str]]]]) -> None:
+    for title, (head, rows) in tables.items():
+        table = Table(*head, box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for row in rows:
+            table.add_row(*row)
+        out_console.print(f"\n[bold]{title}[/]\n")
+        out_console.print(table)
 
 
 def show_lab_estimate(found: Sequence[LabEstimate], as_json: bool) -> None:

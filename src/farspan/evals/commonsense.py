@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import CorruptError, FarspanError
-from farspan.evals.averages import average
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.scores import Cell, Place, Sample, Score, wilson
+from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
 from farspan.loading import first_line
 from farspan.memory import out_of_memory
@@ -101,19 +100,17 @@ class Commonsense:
         """acc, and acc_norm where the harness has it, of each task; the average takes acc_norm, or acc without it."""
         groups = {task: [sample for sample in samples if sample["task"] == task] for task in TASKS}
         groups = {task: group for task, group in groups.items() if group}
-        scores = []
+        scores, counted = [], {}
         for task, group in groups.items():
             for metric in ("acc", "acc_norm"):
                 if metric in group[0]:
-                    share = wilson(sum(sample[metric] for sample in group), len(group))
+                    counted[task] = share = wilson(sum(sample[metric] for sample in group), len(group))
                     tags = {"task": task, **_declared(group)}
                     scores.append(Score(NAME, metric, group[0]["length"], *share, len(group), tags))
         if len(groups) > 1:
-            values = [
-                [sample["acc_norm" if "acc_norm" in sample else "acc"] for sample in group] for group in groups.values()
-            ]
             tags = {"task": "average", "tasks": len(groups), **_declared(samples)}
-            scores.append(Score(NAME, "average", samples[0]["length"], *average(values), len(samples), tags))
+            mean = average(list(counted.values()))
+            scores.append(Score(NAME, "average", samples[0]["length"], *mean, len(samples), tags))
         return scores
 
     def _check(self) -> None:

@@ -19,10 +19,9 @@ import torch
 
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals import metrics
-from farspan.evals.averages import average
 from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.scores import Cell, Place, Sample, Score, bootstrap
+from farspan.evals.scores import Cell, Place, Sample, Score, average, bootstrap
 from farspan.files import check_unpacked, sha256_of
 
 NAME = "longbench"
@@ -153,13 +152,15 @@ class LongBench:
             here = [sample for sample in samples if sample["length"] == length]
             groups = {task: [sample for sample in here if sample["task"] == task] for task in tasks()}
             groups = {task: group for task, group in groups.items() if group}
+            means = {
+                task: bootstrap([sample["score"] for sample in group], within=(0, 100))
+                for task, group in groups.items()
+            }
             for task, group in groups.items():
-                mean = bootstrap([sample["score"] for sample in group], within=(0, 100))
                 tags = {"task": task, "kind": tasks()[task].kind, **_declared(group)}
-                scores.append(Score(NAME, tasks()[task].metric, length, *mean, len(group), tags))
-            mean = average([[sample["score"] for sample in group] for group in groups.values()])
+                scores.append(Score(NAME, tasks()[task].metric, length, *means[task], len(group), tags))
             tags = {"task": "average", "tasks": len(groups), **_declared(here)}
-            scores.append(Score(NAME, "average", length, *mean, len(here), tags))
+            scores.append(Score(NAME, "average", length, *average(list(means.values())), len(here), tags))
         return scores
 
 

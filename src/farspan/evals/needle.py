@@ -23,9 +23,8 @@ import torch
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError
-from farspan.evals.averages import average
 from farspan.evals.decoding import continuations, end_tokens
-from farspan.evals.scores import Cell, Place, Sample, Score, wilson
+from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
 from farspan.memory import in_pieces
 
 NAME = "needle"
@@ -158,9 +157,10 @@ class Needle:
             ]
         if len(groups) > 1:
             for length in sorted(set.intersection(*(set(lengths) for lengths in groups.values()))):
-                values = [lengths[length] for lengths in groups.values()]
+                here = [score for score in found if score.length == length and score.tags["task"] in groups]
+                mean = average([(score.value, score.low, score.high) for score in here])
                 tags = {"task": "average", "tasks": len(groups), **shared}
-                found.append(Score(NAME, "recall", length, *average(values), sum(map(len, values)), tags))
+                found.append(Score(NAME, "recall", length, *mean, sum(score.n for score in here), tags))
         return [*found, *self._effective(found)]
 
     def _effective(self, recalls: list[Score]) -> list[Score]:

@@ -180,8 +180,7 @@ class Perplexity:
         return self.budget or (None if self.mode == "yarn" else BUDGET)
 
     def _allowed(self, blocks: int) -> int:
-        limits = [blocks, max(1, (self._budget or math.inf) // self.stride), self.windows or math.inf]
-        return int(min(limits))
+        return int(min(blocks, (self._budget or math.inf) // self.stride, self.windows or math.inf))
 
     def _blocks(self, document: int, tokens: int) -> Iterator[Window]:
         """The scored blocks of `same`, each within the longest window that ends with it."""

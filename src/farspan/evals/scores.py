@@ -117,6 +117,19 @@ def _stretch(n: int) -> float:
     return math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, 0.975) / ndtri(0.975))
 
 
+def average(parts: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """The mean of independent means, each with its interval, and its own interval: their distances to a bound add up
+    as variances do, so that it is honest where every part's is.
+
+    >>> average([(1.0, 0.8, 1.0), (0.0, 0.0, 0.2)])
+    (0.5, 0.4, 0.6)
+    """
+    values, lows, highs = np.array(parts, dtype=np.float64).T
+    below, above = (math.hypot(*distances) / len(parts) for distances in (values - lows, highs - values))
+    mean = float(values.mean())
+    return mean, mean - below, mean + above
+
+
 def wilson(hits: float, n: int) -> tuple[float, float, float]:
     """The share of hits and its 95% interval by Wilson's formula, which is honest where all or none hit. Where things
     hit in part, it is wider than it need be.

@@ -104,6 +104,15 @@ class Plan:
             )
         if self.optimizer not in OPTIMIZERS:
             raise FarspanError(f"optimizer {self.optimizer!r} is unknown; choose {' or '.join(OPTIMIZERS)}")
+        shares = {name: getattr(self, name) for name in ("warmup", "decay", "beta1", "beta2")}
+        for name, value in shares.items():
+            if not (0 <= value <= 1 if name in ("warmup", "decay") else 0 <= value < 1):
+                raise FarspanError(f"{name} is {value:g}; give a share from 0 to 1")
+        for name in ("matrix_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise FarspanError(f"{name} is {getattr(self, name):g}; give a number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise FarspanError(f"weight_decay is {self.weight_decay:g}; give 0 or more")
         if self.batch % self.buckets:
             raise FarspanError(
                 f"a batch of {self.batch} examples cannot take equally many from {self.buckets} buckets; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -42,6 +43,8 @@ NEAR = 2.2  # rows that are so many times longer train in another fleet, for all
 FORMAT = 2  # of a cell's result
 LONGEST = 10_000
 
+Table = tuple[list[str], list[list[str]]]  # head, rows
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -56,6 +59,21 @@ class Shape:
     base_scale: float = 0.0  # multiplies q·k; 0: 1/√(width of a head)
     zero_outputs: bool = True  # what a layer adds to the stream starts at zero
     rate: float = 1.0  # multiplies the study's learning rates
+
+    def check(self, size: str) -> None:
+        """Refuse a network that cannot be built or trained."""
+        for name in ("layers", "width", "heads", "ff"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"sizes.{size}.{name} is {getattr(self, name)}; give 1 or more")
+        if self.width % self.heads:
+            raise FarspanError(f"sizes.{size} has a width of {self.width}, which {self.heads} heads do not divide")
+        if not 0 <= self.dropout < 1:
+            raise FarspanError(f"sizes.{size}.dropout is {self.dropout:g}; give a share from 0 to below 1")
+        if not (0 <= self.base_scale < math.inf and 0 < self.rate < math.inf):
+            raise FarspanError(
+                f"sizes.{size} has base_scale {self.base_scale:g} and rate {self.rate:g}; give a rate above 0, and a "
+                "scale above 0, or 0 for 1/√(width of a head)"
+            )
 
 
 @dataclass(frozen=True)
@@ -91,13 +109,13 @@ class Study:
             raise FarspanError(f"seed {min(self.seeds)} is below 0; choose seeds from 0 on")
         if min(self.scales, default=1.0) <= 0:
             raise FarspanError(f"scale {min(self.scales):g} is not above 0; choose scales near 1")
-        for name in ("train_examples", "test_examples", "fleet", "processes"):
-            if getattr(self, name) < 1:
-                raise FarspanError(f"{name} is {getattr(self, name)}; give 1 or more")
+        for name, least in (("train_examples", 1), ("test_examples", 2), ("fleet", 1), ("processes", 1)):
+            if getattr(self, name) < least:
+                raise FarspanError(f"{name} is {getattr(self, name)}; give {least} or more")
+        if not all(0 < lr < math.inf for lr in self.lrs):
+            raise FarspanError(f"lrs are {list(self.lrs)}; give learning rates above 0")
         for size, shape in self.sizes.items():
-            for name in ("layers", "width", "heads", "ff"):
-                if getattr(shape, name) < 1:
-                    raise FarspanError(f"sizes.{size}.{name} is {getattr(shape, name)}; give 1 or more")
+            shape.check(size)
         for encoding in self.encodings:
             if encoding not in ENCODINGS:
                 near = difflib.get_close_matches(encoding, ENCODINGS, 1)
@@ -385,6 +403,11 @@ class Entry:
         return [result for result in self.results if share(result["in_range"]) >= LEARNT]
 
     @property
+    def diverged(self) -> bool:
+        """Did all of them end in losses that are no numbers?"""
+        return all(result["loss"][-1] is None for result in self.results)
+
+    @property
     def in_range(self) -> float:
         return float(np.mean([share(result["in_range"]) for result in self.results]))
 
@@ -456,58 +479,56 @@ def reciprocal_ranks(scores: Mapping[str, float]) -> dict[str, float]:
 # Telling.
 
 
-def accuracy_table(found: Sequence[Entry]) -> str:
-    """Exact match beyond the range, tasks by encodings, as Markdown: the mean of the seeds that learnt it and half
-    their spread; in brackets how many learnt it, where not all did, or what they reached in range, where none did."""
+def accuracy_table(found: Sequence[Entry]) -> Table:
+    """Exact match beyond the range, tasks by encodings: the mean of the seeds that learnt it and half their spread; in
+    brackets how many learnt it, where not all did, or what they reached in range, where none did."""
     encodings = list(dict.fromkeys(entry.encoding for entry in found))
     rows = list(dict.fromkeys((entry.task, entry.size, entry.scratchpad) for entry in found))
     several = [len({row[place] for row in rows}) > 1 for place in range(3)]
     shown = [place for place in range(3) if place == 0 or several[place]]
     head = [("task", "size", "scratchpad")[place] for place in shown] + encodings
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     at = {(entry.task, entry.size, entry.scratchpad, entry.encoding): entry for entry in found}
-    for row in rows:
-        cells = [_told(at.get((*row, encoding))) for encoding in encodings]
-        lines.append(f"| {' | '.join([*(row[place] for place in shown), *cells])} |")
-    return "\n".join(lines)
+    return head, [
+        [*(row[place] for place in shown), *(_told(at.get((*row, encoding))) for encoding in encodings)] for row in rows
+    ]
 
 
 def _told(entry: Entry | None) -> str:
     if entry is None:
         return ""
     if not entry.learnt:
-        return f"not learnt ({entry.in_range:.2f})"
+        return "diverged" if entry.diverged else f"not learnt ({entry.in_range:.2f})"
     spread = f" ± {np.ptp(entry.beyond) / 2:.2f}" if len(entry.beyond) > 1 else ""
     few = f" ({len(entry.learnt)} of {len(entry.results)})" if len(entry.learnt) < len(entry.results) else ""
     return f"{np.mean(entry.beyond):.3f}{spread}{few}"
 
 
-def rank_table(found: Sequence[Entry]) -> str:
-    """Mean reciprocal ranks as Markdown, by size and scratchpad where there are several."""
+def rank_table(found: Sequence[Entry]) -> Table:
+    """Mean reciprocal ranks, by size and scratchpad, and of how many tasks."""
     parts: dict[tuple[str, str], list[Entry]] = {}
     for entry in found:
         parts.setdefault((entry.size, entry.scratchpad), []).append(entry)
     encodings = list(dict.fromkeys(entry.encoding for entry in found))
-    lines = [f"| size | scratchpad | {' | '.join(encodings)} |", "|" + "---|" * (2 + len(encodings))]
+    rows = []
     for (size, scratchpad), some in parts.items():
         told = {rank.encoding: f"{rank.reciprocal:.3f} ({rank.tasks})" for rank in ranks(some)}
-        lines.append(f"| {size} | {scratchpad} | {' | '.join(told.get(name, '') for name in encodings)} |")
-    return "\n".join(lines)
+        rows.append([size, scratchpad, *(told.get(name, "") for name in encodings)])
+    return ["size", "scratchpad", *encodings], rows
 
 
-def scale_table(found: Sequence[Entry]) -> str:
-    """Exact match beyond the range with every score times λ̂, the mean over all that learnt, as Markdown."""
+def scale_table(found: Sequence[Entry]) -> Table:
+    """Exact match beyond the range with every score times λ̂, the mean over all that learnt."""
     encodings = list(dict.fromkeys(entry.encoding for entry in found))
     scales = list(found[0].results[0]["scaled"])
-    lines = [f"| λ̂ | {' | '.join(encodings)} |", "|" + "---|" * (1 + len(encodings))]
-    for scale in ["1", *scales]:
+    rows = []
+    for scale in dict.fromkeys(["1", *scales]):
         cells = []
         for encoding in encodings:
             own = [entry for entry in found if entry.encoding == encoding]
             told = [value for entry in own for value in (entry.beyond if scale == "1" else entry.scaled(scale))]
             cells.append(f"{np.mean(told):.3f}" if told else "")
-        lines.append(f"| {scale} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([scale, *cells])
+    return ["λ̂", *encodings], rows
 
 
 def learnt_of(found: Sequence[Entry]) -> tuple[int, int]:

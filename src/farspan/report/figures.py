@@ -426,10 +426,11 @@ def attention_distance(found: Any) -> Figure:
     width, height = max(3.4, 0.55 * layers + 0.8), 0.34 * len(labels) + 1.5
     with mpl.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
         figure = Figure(figsize=(2 * width + 1.6, height), layout="constrained")
+        most = max(table.max() for table in tables.values())  # one scale: a colour is the same number in both
         for axes, (title, table) in zip(figure.subplots(1, 2, sharey=True), tables.items(), strict=True):
-            axes.imshow(table, cmap="viridis", vmin=0, vmax=table.max(), aspect="auto")
+            axes.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto")
             for (row, column), value in np.ndenumerate(table):
-                ink = "white" if value < 0.6 * table.max() else INK
+                ink = "white" if value < 0.6 * most else INK
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
             axes.set_title(title, loc="left")
             axes.set_xticks(range(layers))

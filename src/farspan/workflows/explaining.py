@@ -82,7 +82,8 @@ def compare(
     tokens = sum(ids.numel() for ids in batches)
     found = Compared(names, tokens, pairs, mass, ablations)
     if out is not None:
-        _write_comparison(found, out, {"models": list(sources), "data": task or data, "length": length, "rule": rule})
+        read = {"task": task, "lengths": list(lengths)} if task else {"data": data, "length": length}
+        _write_comparison(found, out, {"models": list(sources), **read, "windows": windows, "rule": rule})
     return found
 
 

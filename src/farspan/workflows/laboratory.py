@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from farspan.lab.study import (
     Material,
     Rank,
     Study,
+    Table,
     accuracy_table,
     cells_of,
     config_of,
@@ -51,13 +54,14 @@ from farspan.lab.study import (
 )
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words
-from farspan.loading import chosen_device
+from farspan.loading import chosen_device, quiet
 from farspan.memory import in_pieces
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import environment, write_record
 from farspan.report import figures
+from farspan.report.study import markdown
 from farspan.train.pretrain import flops_per_token
 from farspan.workflows.pretraining import matrix_rate
 
@@ -82,7 +86,7 @@ class Finished:
     entries: list[Entry]
     ranks: list[Rank]
     learnt: tuple[int, int]  # models that learnt their task, of all
-    tables: dict[str, str]  # Markdown by title
+    tables: dict[str, Table]  # by title
     folder: Path
 
 
@@ -149,10 +153,19 @@ def _helped(count: int, study: Study, out: Path) -> Iterator[None]:
 
 def _help(study: Study, out: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it too, and ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
     bench = _Bench(study, Words(), "cpu", _results(study, keys, out), out, silent, lambda text: None)
     bench.finish(keys)
+
+
+def _end_with_parent() -> None:
+    """A process that was killed cannot end its helpers."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class _Kept(Cells):
@@ -264,6 +277,7 @@ class _Bench:
 def line_of(cell: Cell, result: dict[str, Any]) -> str:
     """One model in one line."""
     told = f"in range {share(result['in_range']):.3f}  beyond {share(result['beyond']):.3f}"
+    told = "diverged" if result["loss"][-1] is None else told
     return f"{cell.name:48} {told}  {result['seconds']:.1f} s"
 
 
@@ -271,7 +285,7 @@ def save(model: FarspanForCausalLM, words: Words, folder: Path) -> None:
     """A laboratory model as a folder that farspan and transformers load, its words as a tokenizer."""
     if folder.exists():  # of a run that was stopped before it could say so; the same seed made the same model
         return
-    with new_folder(folder) as staging:
+    with new_folder(folder) as staging, quiet():
         model.save_pretrained(staging)
         as_tokenizer(words).save_pretrained(staging)
 
@@ -295,14 +309,16 @@ def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finis
     """Tables, figure and record of a finished study."""
     found = entries(results)
     untrained = " (of learned positions, the rows for them are untrained)" if "learned" in study.encodings else ""
+    seen = [task for task in study.tasks if study.ranges(task)[1][0] <= study.ranges(task)[0][1]]
+    overlap = f" (of {', '.join(seen)} also at lengths that were trained on)" if seen else ""
     tables = {
-        f"Exact match at unseen lengths{untrained}": accuracy_table(found),
+        f"Exact match at unseen lengths{untrained}{overlap}": accuracy_table(found),
         "Mean reciprocal rank (tasks)": rank_table(found),
     }
     if study.scales:
         tables["Exact match at unseen lengths, scores times λ̂"] = scale_table(found)
     learnt, placed = learnt_of(found), ranks(found)
-    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items())
+    text = "\n\n".join(f"## {title}\n\n{markdown(*table)}" for title, table in tables.items())
     write_text(out / "tables.md", f"{learnt[0]} of {learnt[1]} models learnt their task.\n\n{text}\n")
     figures.save(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
     write_record(

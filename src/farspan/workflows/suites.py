@@ -152,8 +152,10 @@ def named_texts(name: str, suite: Suite, data: str | Path | Mapping[str, str | P
         given = dict(data)
     for text in given:
         if suite.texts is not None and text not in suite.texts:
-            takes = f"takes {', '.join(f'{name}=PATH' for name in suite.texts)}" if suite.texts else "takes no text"
-            raise FarspanError(f"--data {text}= is nothing that the suite {name} reads; it {takes}")
+            if not suite.texts:
+                raise FarspanError(f"the suite {name} reads no text; leave --data away")
+            takes = ", ".join(f"{name}=PATH" for name in suite.texts)
+            raise FarspanError(f"--data {text}= is nothing that the suite {name} reads; it takes {takes}")
     missing = [text for text in suite.needed if text not in given]
     if missing:
         ways = " ".join(f"--data {text}=PATH" for text in missing)
