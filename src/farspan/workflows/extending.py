@@ -183,14 +183,12 @@ def extend(
         notes += tuple(f"{key} did nothing: here auto chooses of {', '.join(candidates)}" for key in unused)
     splits = _splits(data, tokenizer, to, how)
     ready()
-    job = Job(
-        target=to,
-        train_length=length,
-        search=splits["search"].ids,
-        choose=splits["choose"].ids,
-        layers=scaled_by_default(layers),
-        heads=layers[0].heads,
-        model=fingerprint(model),
+    job = job_for(
+        model,
+        to,
+        length,
+        splits["search"].ids,
+        splits["choose"].ids,
         name=str(source),
         position=position,
         seed=how.seed,
@@ -228,6 +226,12 @@ def extend(
                 _record(new, found, job, how, method, splits)
         state.wait_for_everyone()
     return found
+
+
+def job_for(model: PreTrainedModel, to: int, length: int, search: Tensor, choose: Tensor, **more: Any) -> Job:
+    """The job of extending this model, the layers that would be scaled found by running it."""
+    layers = probe(model)
+    return Job(to, length, search, choose, scaled_by_default(layers), layers[0].heads, fingerprint(model), **more)
 
 
 def _located(patch: Patch, source: str | Path) -> Patch:

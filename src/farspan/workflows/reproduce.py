@@ -21,8 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan import __version__
-from farspan.attention.patch import Patch, fingerprint
-from farspan.attention.probe import probe
+from farspan.attention.patch import Patch
 from farspan.cells import WAIT, Cells, check_folder, key_of, sweep
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
@@ -33,7 +32,6 @@ from farspan.evals.passkey import passkey_share
 from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
 from farspan.loading import chosen_device, load_for_text
 from farspan.methods.headscale import best_uniform
-from farspan.methods.job import Job
 from farspan.methods.uniform import full_grid
 from farspan.progress import Progress, silent
 from farspan.recipe import changed, load_recipe, to_toml
@@ -48,8 +46,8 @@ from farspan.workflows.extending import (
     check_used,
     fit_in_turn,
     in_exact_numbers,
+    job_for,
 )
-from farspan.workflows.inspection import scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import pretrain, read_recipe
 
@@ -362,19 +360,7 @@ def _fit(
     target = length * cell.factor
     search = texts.windows(study.search, cell.model, tokenizer, round(BEYOND * target), how.search_windows)
     choose = texts.windows(study.choose, cell.model, tokenizer, target, how.choose_windows)
-    layers = probe(model)
-    job = Job(
-        target=target,
-        train_length=length,
-        search=search,
-        choose=choose,
-        layers=scaled_by_default(layers),
-        heads=layers[0].heads,
-        model=fingerprint(model),
-        name=cell.model,
-        seed=cell.seed,
-        progress=progress,
-    )
+    job = job_for(model, target, length, search, choose, name=cell.model, seed=cell.seed, progress=progress)
     if method in ("headscale", "headlog") and not how.search.init:
         asked = (cell.model, target, how.search.constraint, how.choose_windows)
         if asked not in texts.best:
@@ -418,12 +404,10 @@ def _measured(
 def _grid(texts: Texts, item: Grid, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     model, tokenizer = load_for_text(folder, device=device)
     model = in_exact_numbers(model)
-    study, length, layers = texts.study, trained_on(model.config) or 0, probe(model)
+    study, length = texts.study, trained_on(model.config) or 0
     windows = texts.windows(study.choose, item.model, tokenizer, 8 * length, study.extension.choose_windows)
-    job = Job(
-        8 * length, length, windows, windows, scaled_by_default(layers), layers[0].heads, fingerprint(model), item.model
-    )
-    grid = full_grid(model, replace(job, progress=progress), windows, study.grid_low, study.grid_high)
+    job = job_for(model, 8 * length, length, windows, windows, name=item.model, progress=progress)
+    grid = full_grid(model, job, windows, study.grid_low, study.grid_high)
     tables = {key: np.asarray(getattr(grid, key)).round(4).tolist() for key in ("values", "loss", "positions", "best")}
     law = {"slope": grid.slope, "interval": list(grid.interval), "r2": grid.r2}
     return {**asdict(item), **law, **tables}
