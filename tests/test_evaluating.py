@@ -532,8 +532,20 @@ def test_logits_that_are_not_finite_are_the_models_fault_and_not_its_familys(tin
 
 def test_models_below_a_size_of_its_own_are_measured_in_float32():
     """Compiling has another limit, which may move without moving this one."""
-    for size, exact in ((EXACT_BELOW - 1, True), (EXACT_BELOW, False)):
-        model = SimpleNamespace(dtype=torch.bfloat16, num_parameters=lambda size=size: size, float=lambda: "exact")
+    for size, device, keys, exact in (
+        (EXACT_BELOW - 1, "cpu", 2, True),
+        (EXACT_BELOW - 1, "cuda", 4, True),
+        (EXACT_BELOW - 1, "cuda", 2, False),
+        (EXACT_BELOW, "cpu", 4, False),
+    ):
+        config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=keys)
+        model = SimpleNamespace(
+            dtype=torch.bfloat16,
+            device=torch.device(device),
+            config=SimpleNamespace(get_text_config=lambda config=config: config),
+            num_parameters=lambda size=size: size,
+            float=lambda: "exact",
+        )
         assert (in_exact_numbers(model) == "exact") == exact
     told = (Path(__file__).parent.parent / "docs" / "eval.md").read_text()
     assert f"Models below {EXACT_BELOW // 10**6}M parameters run in float32" in told

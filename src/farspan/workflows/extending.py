@@ -243,9 +243,13 @@ def _located(patch: Patch, source: str | Path) -> Patch:
 
 def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
     """A model that is not large in float32, whatever its checkpoint says: where scores are large, bf16 drowns the
-    gradient of a scale, and so small a model has the memory and the time."""
+    gradient of a scale, and so small a model has the memory and the time. Not so on a GPU if its heads share keys: SDPA
+    has no kernel for these in float32, and would write out all T² scores."""
     exact = model.dtype == torch.float32 or getattr(model, "is_quantized", False)  # what was quantized is left as it is
-    return model if exact or model.num_parameters() >= EXACT_BELOW else model.float()
+    config = model.config.get_text_config()
+    heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    shared = model.device.type == "cuda" and keys not in (None, heads)
+    return model if exact or shared or model.num_parameters() >= EXACT_BELOW else model.float()
 
 
 @contextmanager
