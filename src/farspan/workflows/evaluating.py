@@ -308,12 +308,9 @@ def _notes(subject: Subject, scope: Scope, evaluations: Sequence[Eval]) -> tuple
 
 def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progress: Progress) -> list[list[Sample]]:
     """The samples of each evaluation. First what nobody is at, length by length; then what others have claimed."""
-    todo: list[dict[str, tuple[Eval, Cell]]] = []
-    for evaluation in evaluations:
-        listed = [(evaluation, cell) for cell in evaluation.cells()]
-        # Another release of farspan may define an evaluation in another way.
-        known = {"farspan": __version__, "model": subject.identity}
-        todo.append({key_of({**known, **asdict(cell)}): (evaluation, cell) for _, cell in listed})
+    # Another release of farspan may define an evaluation in another way.
+    known = {"farspan": __version__, "model": dict(subject.identity)}
+    todo = [{key_of({**known, **asdict(cell)}): (each, cell) for cell in each.cells()} for each in evaluations]
     everything = {key: item for some in todo for key, item in some.items()}
     advance, seen = progress(subject.name, len(everything)), set()
 
@@ -327,8 +324,7 @@ def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progr
         return {"samples": _run(subject, *item)}
 
     def describe(item: tuple[Eval, Cell]) -> dict[str, Any]:
-        known = {"farspan": __version__, "model": dict(subject.identity), "name": subject.name}
-        return {**known, **asdict(item[1])}
+        return {**known, "name": subject.name, **asdict(item[1])}
 
     for group in _groups(everything):
         missing = {key: item for key, item in group.items() if cells.get(key) is None}

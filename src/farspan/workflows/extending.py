@@ -176,11 +176,7 @@ def extend(
     ready()
     length = _checked_length(source, to, train_length or trained_on(model.config), longest(model))
     layers = probe(model)
-    notes = _suited(names, layers, str(source))
-    if names == ["auto"]:
-        candidates = _candidates(layers)
-        unused = [key for key, _ in _unusual(how, Extension()) if not _users(key, candidates)]
-        notes += tuple(f"{key} did nothing: here auto chooses of {', '.join(candidates)}" for key in unused)
+    notes = (*_suited(names, layers, str(source)), *_idle(names, layers, how))
     splits = _splits(data, tokenizer, to, how)
     ready()
     job = job_for(
@@ -382,6 +378,14 @@ def _suited(names: list[str], layers: Sequence[Layer], source: str) -> tuple[str
     if rotary and "none" not in kinds and set(names) & set(SCALED) and not set(names) & set(ROPED):
         return ("all layers of this model rotate, and scales alone do little there; try yarn or yarn+headscale",)
     return ()
+
+
+def _idle(names: Sequence[str], layers: Sequence[Layer], how: Extension) -> Iterator[str]:
+    """What auto, which may be given every setting, does not use on this model."""
+    candidates = _candidates(layers)
+    for key, _ in _unusual(how, Extension()) if list(names) == ["auto"] else ():
+        if not _users(key, candidates):
+            yield f"{key} did nothing: here auto chooses of {', '.join(candidates)}"
 
 
 def _splits(
