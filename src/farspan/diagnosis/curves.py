@@ -60,13 +60,12 @@ def measure(
     profile = EntropyByPosition(length, bins=bins, every=min(every, length // bins))
     bin_of = torch.arange(length - 1) * bins // length
     total, count = torch.zeros(bins, dtype=torch.float64), torch.bincount(bin_of, minlength=bins)
-    for window in ids:
-        window = window[None].to(model.device)
-        with seam.using(model, profile.fused(model)):
-            losses = token_losses(model, window)
-        check_losses(model, losses[0], name)
-        total.index_add_(0, bin_of, losses[0].double().cpu())
-        after_window()
+    with seam.using(model, profile.fused(model)):
+        for window in ids:
+            (losses,) = token_losses(model, window[None].to(model.device))
+            check_losses(model, losses, name)
+            total.index_add_(0, bin_of, losses.double().cpu())
+            after_window()
     edges = np.arange(bins + 1) * length / bins
     positions = (edges[:-1] + edges[1:] + 1) / 2
     entropy = profile.entropy
