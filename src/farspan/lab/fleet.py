@@ -92,7 +92,7 @@ class Plan:
     weight_decay: float = 0.0  # of matrices, times their learning rate
     beta1: float = 0.9
     beta2: float = 0.95
-    clip: float = 1.0  # of each model's gradient norm
+    clip: float = 1.0  # of each model's gradient norm; 0: none
     warmup: float = 0.06  # share of the steps over which the rate rises from 0
     decay: float = 0.94  # share of the steps, the last ones, over which it falls to 0
 
@@ -108,11 +108,11 @@ class Plan:
         for name, value in shares.items():
             if not (0 <= value <= 1 if name in ("warmup", "decay") else 0 <= value < 1):
                 raise FarspanError(f"{name} is {value:g}; give a share from 0 to 1")
-        for name in ("matrix_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise FarspanError(f"{name} is {getattr(self, name):g}; give a number above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise FarspanError(f"weight_decay is {self.weight_decay:g}; give 0 or more")
+        for name in ("weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise FarspanError(f"{name} is {getattr(self, name):g}; give 0 or more")
+        if not 0 < self.matrix_rate < math.inf:
+            raise FarspanError(f"matrix_rate is {self.matrix_rate:g}; give a number above 0")
         if self.batch % self.buckets:
             raise FarspanError(
                 f"a batch of {self.batch} examples cannot take equally many from {self.buckets} buckets; "
