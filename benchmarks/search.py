@@ -2,6 +2,7 @@
 
     python benchmarks/search.py                 # the table of docs/performance.md
     python benchmarks/search.py --length 4096
+    python benchmarks/search.py --profile       # where a step of ours spends its time, on a GPU
 
 A 1.1B model without positions, random weights in bf16, batch 1, gradients to 704 scales alone. `ours` is the step that
 `farspan extend` takes: scales on the seam, frozen weights, compiled layers, no L×V logits, no checkpointing. `plain` is
@@ -101,6 +102,30 @@ def speed(shape: dict, length: int, rounds: int, device: str) -> list[dict]:
     return rows
 
 
+KINDS = {
+    "attention": ("cudnn", "flash", "fmha", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "compiled": ("triton",),
+}
+
+
+def profiled(shape: dict, length: int) -> dict[str, float]:
+    """Milliseconds of one step on the GPU, by what its kernels do."""
+    ids = torch.randint(shape["vocab_size"], (1, length), device="cuda")
+    step, _ = ours(shape, "cuda", torch.bfloat16)
+    for _ in range(3):
+        timed(step, ids, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        timed(step, ids, "cuda")
+    spent = dict.fromkeys((*KINDS, "rest"), 0.0)
+    for event in found.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.key.lower()
+            kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "rest")
+            spent[kind] += event.self_device_time_total / 1e3
+    return spent
+
+
 def gradient_cosine(shape: dict, length: int, device: str) -> float:
     """Of the gradient in bf16 against float32, the same weights and tokens."""
     ids = torch.randint(shape["vocab_size"], (1, length), device=device)
@@ -119,10 +144,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=18_432)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="a few layers, to try the script without a GPU")
+    parser.add_argument("--profile", action="store_true", help="where a step spends its time, and nothing else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if options.small else SHAPE
+    if options.profile:
+        if device == "cpu":
+            parser.error("kernels are profiled on a GPU, and there is none")
+        for kind, spent in profiled(shape, options.length).items():
+            print(f"{kind:>16} {spent:>7.1f} ms")
+        return
     rows = speed(shape, options.length, options.rounds, device)
     print("         ms a step    tokens/s     GiB")
     for row in rows:

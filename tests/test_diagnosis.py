@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -440,6 +441,9 @@ def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):
     assert np.allclose(swept[1].curves.loss, found[0].curves.loss, atol=1e-6)
     with pytest.raises(FarspanError, match="scales of its own"):
         farspan.diagnose(tmp_path / "patch", lengths=[128], windows=1, scales=[1.2])
+    replace(patch, train_length=32).save(tmp_path / "shorter")
+    (told,) = farspan.diagnose([tmp_path / "shorter"], lengths=[128], windows=1)
+    assert told.train_length == 32, "a patch knows better than a config what was trained on"
 
 
 @pytest.mark.parametrize(

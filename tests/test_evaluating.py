@@ -467,6 +467,7 @@ def test_a_patch_is_held_to_its_base_and_a_missed_gate_exits_3(tiny, tmp_path, m
             ["--suite", "passkey", "--data", "x=y"],
             "the suite passkey reads no text; leave --data away",
         ),
+        (["--data", "a=x", "--data", "a=y"], "--data a= was given 2 times; give each name once"),
         (["--suite", "needle", "--data", "hay=y"], "is nothing that the suite needle reads; it takes haystack=PATH"),
         (["--mode", "jarn"], "perplexity mode 'jarn' is unknown; the nearest is yarn"),
         (["--lengths", "64", "--stride", "64"], "windows of 64 tokens cannot move by 64"),

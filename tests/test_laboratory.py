@@ -171,6 +171,7 @@ def test_models_of_a_study_can_be_compared(done, tmp_path):
     assert found.pairs[0, 1].pairs.shape == (1, 2, 2)
     assert found.mass[0].shape[:2] == found.ablations[0].shape == (1, 2)
     record = json.loads((tmp_path / "apart" / "record.json").read_text())
+    assert record["settings"].items() >= {"task": "copy", "lengths": "2:4", "windows": 9, "rule": "jsd"}.items()
     assert record["distances"][0]["nearest"] == found.pairs[0, 1].nearest.round(5).tolist()
     assert {path.name for path in (tmp_path / "apart").glob("*.png")} == {"distance.png", "heads.png"}
     with pytest.raises(FarspanError, match="different vocabularies"):
@@ -455,10 +456,14 @@ def test_a_mistake_is_one_sentence(capsys, monkeypatch, tmp_path, arguments, sai
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-def test_a_test_range_inside_the_training_range_is_warned_of(caplog):
+def test_a_test_range_inside_the_training_range_is_warned_of(caplog, tmp_path):
     study = replace(read_study("lab-tiny", ['test_lengths.copy="4:6"']), train_examples=100, test_examples=20)
     material(study, "copy", "none", Words())
     assert "not all longer" in caplog.text
+    results = {cell("copy", "none"): result(1.0, 0.5)}
+    (title, *_) = laboratory._told(study, results, tmp_path).tables
+    assert title == "Exact match at unseen lengths (of copy also at lengths that were trained on)"
+    assert title in (tmp_path / "tables.md").read_text()
 
 
 def test_dump_prints_json_lines(capsys, monkeypatch):

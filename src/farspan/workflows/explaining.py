@@ -60,13 +60,16 @@ def compare(
         raise FarspanError(f"rule {rule!r} is unknown; choose {' or '.join(RULES)}")
     if out is not None:
         check_free(out)
-    loaded = [load(source, device=chosen_device(device)) for source in sources]
-    models = [each.model for each in loaded]
+    device = chosen_device(device)
     if task is not None:
+        models = [load(source, device=device).model for source in sources]
         _check_words(models, sources)
         batches = _examples(task, lengths, windows)
     else:
-        batches = list(cut_windows(read_documents(data), _one_tokenizer(loaded, sources), length, windows).ids.split(1))
+        loaded = [load_for_text(source, device=device) for source in sources]
+        models = [model for model, _ in loaded]
+        tokenizer = _one_of([tokenizer for _, tokenizer in loaded], sources)
+        batches = list(cut_windows(read_documents(data), tokenizer, length, windows).ids.split(1))
     names = model_names(sources)
     for model, name in zip(models, names, strict=True):
         _check_finite(model, batches, name)
@@ -82,22 +85,20 @@ def compare(
     tokens = sum(ids.numel() for ids in batches)
     found = Compared(names, tokens, pairs, mass, ablations)
     if out is not None:
-        read = {"task": task, "lengths": list(lengths)} if task else {"data": data, "length": length}
+        read = {"task": task, "lengths": lengths} if task else {"data": data, "length": length}
         _write_comparison(found, out, {"models": list(sources), **read, "windows": windows, "rule": rule})
     return found
 
 
-def _one_tokenizer(loaded: Sequence[Any], sources: Sequence[str]) -> Any:
+def _one_of(tokenizers: Sequence[Any], sources: Sequence[str]) -> Any:
     """The tokenizer that all the models share: what is compared is attention on the same tokens."""
-    for each, source in zip(loaded, sources, strict=True):
-        if each.tokenizer is None:
-            raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
-        if each.tokenizer.get_vocab() != loaded[0].tokenizer.get_vocab():
+    for each, source in zip(tokenizers, sources, strict=True):
+        if each.get_vocab() != tokenizers[0].get_vocab():
             raise FarspanError(
                 f"{source} and {sources[0]} have different vocabularies, so no text is the same tokens to both; "
                 "compare models of one tokenizer"
             )
-    return loaded[0].tokenizer
+    return tokenizers[0]
 
 
 def _check_finite(model: PreTrainedModel, batches: Sequence[Tensor], name: str) -> None:
