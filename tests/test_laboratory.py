@@ -22,23 +22,25 @@ import farspan
 from farspan import cli
 from farspan.errors import FarspanError
 from farspan.lab.fleet import Fleet
-from farspan.lab.study import (
-    Cell,
-    Study,
+from farspan.lab.ranking import (
     accuracy_table,
-    as_rows,
-    cells_of,
-    describe,
     entries,
-    fleets,
     learnt_of,
-    material,
-    parse_range,
-    plan_of,
     rank_table,
     ranks,
     reciprocal_ranks,
     scale_table,
+)
+from farspan.lab.study import (
+    Cell,
+    Study,
+    as_rows,
+    cells_of,
+    describe,
+    fleets,
+    material,
+    parse_range,
+    plan_of,
 )
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words

@@ -27,30 +27,32 @@ from farspan.cells import WAIT, Cells, check_folder, key_of
 from farspan.errors import FarspanError
 from farspan.files import new_folder, write_text
 from farspan.lab.fleet import train
-from farspan.lab.study import (
-    Cell,
+from farspan.lab.ranking import (
     Entry,
-    Material,
     Rank,
-    Study,
     Table,
     accuracy_table,
-    cells_of,
-    config_of,
-    describe,
     entries,
-    fleet_of,
-    fleets,
-    judge,
     learnt_of,
-    longest_rows,
-    material,
-    parse_range,
-    plan_of,
     rank_table,
     ranks,
     scale_table,
     share,
+)
+from farspan.lab.study import (
+    Cell,
+    Material,
+    Study,
+    cells_of,
+    config_of,
+    describe,
+    fleet_of,
+    fleets,
+    judge,
+    longest_rows,
+    material,
+    parse_range,
+    plan_of,
 )
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.words import Words
