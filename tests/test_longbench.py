@@ -251,6 +251,26 @@ def test_only_the_first_line_counts_where_officially_so(everything):
             assert score_of(task, said, prompt) < alone == 100
 
 
+def test_prompts_of_one_length_are_decoded_together_and_each_gets_its_own_answer():
+    rows = [[number] * (3 if number % 3 else 5) for number in range(10)]
+    shapes = []
+
+    def say(batch):
+        shapes.append(tuple(batch.shape))
+        return [[row[0] + 100, len(row)] for row in batch.tolist()]
+
+    assert longbench.by_length(rows, 4, say) == [[number + 100, len(row)] for number, row in enumerate(rows)]
+    assert sorted(shapes) == [(2, 3), (4, 3), (4, 5)]
+
+
+def test_answers_are_those_of_prompts_asked_one_by_one(everything, tokenizer, monkeypatch):
+    evaluation, model = LongBench(everything, (128,)), model_of()
+    cells = [cell for cell in evaluation.cells() if cell.task in ("qasper", "trec", "lcc")]
+    together = [evaluation.run(cell, model, tokenizer) for cell in cells]
+    monkeypatch.setattr(longbench, "TOGETHER", 1)
+    assert together == [evaluation.run(cell, model, tokenizer) for cell in cells]
+
+
 @given(st.integers(0, 300), st.integers(64, 200))
 def test_what_is_cut_is_the_middle_and_is_counted(size, room):
     ids = list(range(size))

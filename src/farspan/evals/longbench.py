@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,10 +23,12 @@ from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.jsonlines import read_rows
 from farspan.evals.scores import Cell, Place, Sample, Score, average, bootstrap
 from farspan.files import check_unpacked, sha256_of
+from farspan.memory import in_pieces
 
 NAME = "longbench"
 FACTS = Path(__file__).parent.parent / "assets" / "longbench.toml"
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")  # left out, as in paper A
+TOGETHER = 1 << 15  # tokens of the prompts that are decoded at once
 SHORTEST = 64  # tokens, below which nothing of a prompt is left
 
 
@@ -120,12 +122,18 @@ class LongBench:
         ends = end_tokens(model, tokenizer)
         if task.stop_at_line:
             ends = [*ends, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+        least = int(task.stop_at_line)
+        asked = [
+            shortened(tokenizer(prompt.text, verbose=False)["input_ids"], cell.length - room)
+            for prompt in found.prompts
+        ]
+        told = by_length(
+            [ids for ids, _ in asked],
+            max(1, TOGETHER // (cell.length * self.beams)),
+            lambda rows: continuations(model, rows, room, ends=ends, beams=self.beams, least=least),
+        )
         samples = []
-        for prompt in found.prompts:
-            ids, cut = shortened(tokenizer(prompt.text, verbose=False)["input_ids"], cell.length - room)
-            (said,) = continuations(
-                model, torch.tensor([ids]), room, ends=ends, beams=self.beams, least=int(task.stop_at_line)
-            )
+        for prompt, (ids, cut), said in zip(found.prompts, asked, told, strict=True):
             text = tokenizer.decode(said, skip_special_tokens=True)
             samples.append(
                 {
@@ -181,6 +189,25 @@ def shortened(ids: list[int], room: int) -> tuple[list[int], int]:
         return ids, 0
     half = room // 2
     return [*ids[:half], *ids[-half:]], len(ids) - 2 * half
+
+
+def by_length(rows: Sequence[list[int]], size: int, say: Callable[[torch.Tensor], list[list[int]]]) -> list[list[int]]:
+    """What `say` gives for each row, asked for at most `size` rows of one length at once, so that none is padded.
+
+    Most prompts were cut to one length.
+    """
+    alike: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        alike.setdefault(len(row), []).append(number)
+    said: dict[int, list[int]] = {}
+    for numbers in alike.values():
+
+        def some(start: int, stop: int, numbers: list[int] = numbers) -> None:
+            here = numbers[start:stop]
+            said.update(zip(here, say(torch.tensor([rows[number] for number in here])), strict=True))
+
+        in_pieces(len(numbers), size, some)
+    return [said[number] for number in range(len(rows))]
 
 
 def score_of(task: str, said: str, prompt: Prompt) -> float:
