@@ -257,6 +257,17 @@ def test_rotary_methods_leave_the_model_as_it_was_and_apply_as_they_were_fitted(
     assert patch.rope["rope_type"] == kinds[method]
 
 
+@pytest.mark.parametrize("method", ["pi", "yarn", "dynamic-ntk"])
+def test_no_stretch_falls_short_of_the_target_however_good_its_loss(method, monkeypatch):
+    model = BY_NAME["farspan-rope"].build()
+
+    def the_less_the_better(model, ids):
+        return torch.tensor(model.config.rope_parameters["factor"])
+
+    monkeypatch.setattr("farspan.methods.rope.loss_by_position", the_less_the_better)
+    assert roped(model, job_for(model), method, None).rope["factor"] == TARGET / LENGTH
+
+
 def test_tuning_lowers_the_loss_and_the_patch_carries_the_weights():
     model = BY_NAME["farspan-rope"].build()
     job = job_for(model)
