@@ -30,7 +30,7 @@ from farspan.evals.passkey import Passkey
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Score, beside
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.report.figures import evaluation_figures
+from farspan.report.figures import evaluation_figures, passkey_heatmap
 from farspan.workflows import evaluating
 from farspan.workflows.evaluating import Evaluated, evaluate, identity, saw_passkeys
 from farspan.workflows.extending import EXACT_BELOW, in_exact_numbers
@@ -604,7 +604,19 @@ def test_one_length_alone_makes_figures_that_tell_no_less():
     low, high = axes.get_ylim()
     assert low < 13.2 < 32.6 < high, "the interval is drawn"
     assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
-    assert figures["passkey"].axes[0].get_xlabel() == "length (tokens)", "no line is told of where there is none"
+    assert figures["passkey"].get_supxlabel() == "length (tokens)", "no line is told of where there is none"
+
+
+def test_many_passkey_grids_stand_side_by_side_and_no_empty_panel_is_drawn():
+    tags = {"task": "passkey", "depth": 0.5, "trained_on_passkeys": "no"}
+    scores = [Score("passkey", "passkey_at_depth", length, 1.0, 0.7, 1.0, 2, tags) for length in (256, 512)]
+    figure = passkey_heatmap({f"model {number}": scores for number in range(4)}, 256)
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title("left") for axes in panels] == [
+        f"model {number}\nnever trained on passkey documents" for number in range(4)
+    ]
+    assert len({axes.get_subplotspec().colspan.start for axes in panels}) == 3
+    assert all(axes.images or axes.get_label() == "<colorbar>" or not axes.axison for axes in figure.axes)
 
 
 def test_a_tokenizer_of_another_model_is_a_sentence(tiny, tmp_path):

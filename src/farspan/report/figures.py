@@ -330,9 +330,13 @@ def perplexity_by_length(models: dict[str, Sequence[Any]], train_length: int | N
 def passkey_heatmap(models: dict[str, Sequence[Any]], train_length: int | None) -> Figure:
     """The share of keys told by length and depth, one panel a model. (Paper A, Figures 6, 8 and 9)"""
     with mpl.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(7.5, 0.9 + 2.9 * len(models)), layout="constrained")
-        panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
-        for axes, (model, scores) in zip(panels, models.items(), strict=True):
+        columns = 1 if len(models) <= 2 else 3
+        rows = -(-len(models) // columns)
+        width, height = (7.5, 2.9) if columns == 1 else (4.2, 2.6)
+        figure = Figure(figsize=(width * columns, 0.9 + height * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False)
+        _leave_out(panels.ravel(), len(models), columns)
+        for axes, (model, scores) in zip(panels.flat, models.items(), strict=False):
             mine = [score for score in scores if score.metric == "passkey_at_depth"]
             lengths = sorted({score.length for score in mine})
             depths = sorted({score.tags["depth"] for score in mine})
@@ -351,19 +355,20 @@ def passkey_heatmap(models: dict[str, Sequence[Any]], train_length: int | None) 
             axes.set_yticks(np.arange(0.5, len(depths) - 1), minor=True)
             axes.grid(which="minor", color="white", lw=1.2)
             axes.tick_params(which="both", length=0)
-            axes.set_ylabel("depth of the key")
             seen = {"yes": "trained on passkey documents", "no": "never trained on passkey documents"}
             told = seen.get(mine[0].tags["trained_on_passkeys"], "trained on passkey documents: unknown")
-            axes.set_title(f"{model}  ({told})", loc="left", fontsize=10)
+            title = f"{model}  ({told})" if columns == 1 else f"{model}\n{told}"
+            axes.set_title(title, loc="left", fontsize=10)
             inside = sum(length <= (train_length or 0) for length in lengths)
             line = 0 < inside < len(lengths)
             if line:
                 axes.axvline(inside - 0.5, color="white", lw=3)
                 axes.axvline(inside - 0.5, color=INK, lw=1, ls="--")
-        panels[-1].set_xlabel(
-            f"length (tokens); trained on {train_length:,} up to the line" if line else "length (tokens)"
+        figure.supylabel("depth of the key", fontsize=10)
+        figure.supxlabel(
+            f"length (tokens); trained on {train_length:,} up to the line" if line else "length (tokens)", fontsize=10
         )
-        figure.colorbar(image, ax=list(panels), label="keys told", fraction=0.03, pad=0.02)
+        figure.colorbar(image, ax=panels, label="keys told", fraction=0.03, pad=0.02, aspect=30)
     return figure
 
 
