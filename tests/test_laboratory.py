@@ -33,6 +33,7 @@ from farspan.lab.ranking import (
 )
 from farspan.lab.study import (
     Cell,
+    Shape,
     Study,
     as_rows,
     cells_of,
@@ -220,6 +221,20 @@ def test_fleets_hold_one_network_and_rows_of_similar_length():
         assert len({(cell.encoding, cell.size, plan_of(study, cell)) for cell in fleet}) == 1
     assert all(len({cell.task for cell in fleet}) == 1 for fleet in lineup if fleet[0].task == "scan")
     assert not any({"parity", "pcfg"} <= {cell.task for cell in fleet} for fleet in lineup), "pcfg is much longer"
+
+
+def test_a_task_and_a_size_multiply_the_learning_rates():
+    sizes = {"small": Shape(), "large": Shape(rate=0.5)}
+    study = Study(tasks=("copy", "parity"), lrs=(1e-3, 2e-3), rates={"parity": 0.25}, sizes=sizes)
+    rates = {(cell.task, cell.size): set() for cell in cells_of(study)}
+    for cell in cells_of(study):
+        rates[cell.task, cell.size].add(cell.lr)
+    assert rates == {
+        ("copy", "small"): {1e-3, 2e-3},
+        ("copy", "large"): {5e-4, 1e-3},
+        ("parity", "small"): {2.5e-4, 5e-4},
+        ("parity", "large"): {1.25e-4, 2.5e-4},
+    }
 
 
 def test_a_row_is_the_prompt_and_the_answer():
@@ -422,6 +437,8 @@ def refusal(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", 'encodings=["rotery"]'], "'rotery' is unknown; the nearest is rotary"),
         (["run", "lab-tiny", 'train_lengths.copy="8:2"'], "'8:2' is no range of lengths"),
         (["run", "lab-tiny", 'train_lengths.copi="2:8"'], "'copi' is unknown; the nearest is copy"),
+        (["run", "lab-tiny", "rates.copi=0.5"], "'copi' is unknown; the nearest is copy"),
+        (["run", "lab-tiny", "rates.copy=0.0"], "rates.copy is 0; give a number above 0"),
         (["run", "lab-tiny", 'test_lengths.scan="60:70"'], "scan has no example of 60 to 70 actions"),
         (["run", "lab-tiny", 'scratchpads=["full"]'], "copy"),
         (["run", "lab-tiny", 'tasks=["sorting"]', 'scratchpads=["v"]'], "has no variables part"),

@@ -87,6 +87,7 @@ class Study:
     train_lengths: dict[str, str] = field(default_factory=dict)  # task -> as 2:20; paper B's unless given
     test_lengths: dict[str, str] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)  # task -> where it needs other than train.steps
+    rates: dict[str, float] = field(default_factory=dict)  # task -> times lrs, where it needs others
     fleet: int = 64  # models at once on a GPU, at most
     processes: int = 1  # that share the work of a CPU
     save: bool = False  # keep every model, as a folder that farspan loads
@@ -119,7 +120,11 @@ class Study:
         for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
             find_task(task)
             parse_parts(scratchpad, task)
-        for task in {*self.tasks, *self.train_lengths, *self.test_lengths, *self.steps}:  # a misspelt one is found too
+        for task, rate in self.rates.items():
+            if not 0 < rate < math.inf:
+                raise FarspanError(f"rates.{task} is {rate:g}; give a number above 0, by which lrs are multiplied")
+        named = (self.tasks, self.train_lengths, self.test_lengths, self.steps, self.rates)
+        for task in set().union(*named):  # a misspelt one is found too
             self._check_lengths(task)
 
     def _check_lengths(self, task: str) -> None:
@@ -168,7 +173,7 @@ class Cell:
 def cells_of(study: Study) -> list[Cell]:
     """Every cell, those of one network together."""
     return [
-        Cell(task, encoding, size, scratchpad, lr * study.sizes[size].rate, seed)
+        Cell(task, encoding, size, scratchpad, lr * study.sizes[size].rate * study.rates.get(task, 1.0), seed)
         for size, encoding, task, scratchpad, lr, seed in itertools.product(
             study.sizes, study.encodings, study.tasks, study.scratchpads, study.lrs, study.seeds
         )
