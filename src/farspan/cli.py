@@ -498,6 +498,17 @@ def lab_theorems(
 
 
 @app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs that left a record.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="One that exists is replaced.")] = Path("report.html"),
+):
+    """Runs as one HTML page without a network: curves that tell their values, grids, tables."""
+    from farspan.workflows.reporting import report as write
+
+    out_console.print(f"[dim]the page is[/] {plain(str(write(folders, out)))}", soft_wrap=True)
+
+
+@app.command()
 def demo():
     """The main job in minutes on the CPU: a small model fails beyond its training length, and is mended."""
     from farspan.progress import bars
