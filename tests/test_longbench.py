@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from families import OURS
+from farspan.attention.patch import set_rope
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
@@ -429,6 +430,18 @@ def test_decoding_is_the_argmax_of_every_step_and_no_row_depends_on_others(name)
     assert together == [by_hand(model, row, 12, 0) for row in rows.tolist()]
     assert together == [continuations(model, row[None], 12, ends=[0])[0] for row in rows]
     assert len({token for said in together for token in said}) > 4
+
+
+def test_a_prompt_is_answered_alike_before_and_after_a_longer_one():
+    """Under a rotation that grows with the longest text seen."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=500)
+    model = sharpened(hf.LlamaForCausalLM(hf.LlamaConfig(**shape, max_position_embeddings=32)))
+    set_rope(model, {"rope_type": "dynamic", "factor": 4.0})
+    short, long = (torch.randint(3, 500, (1, size), generator=torch.Generator().manual_seed(1)) for size in (60, 200))
+    first = continuations(model, short, 12, ends=[])
+    continuations(model, long, 2, ends=[])
+    assert continuations(model, short, 12, ends=[]) == first
 
 
 @pytest.mark.parametrize("name", ["none", "rope", "alibi", "t5", "bloom", "mpt"])

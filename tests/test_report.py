@@ -42,9 +42,9 @@ def runs(tmp_path_factory) -> Path:
     model = folder / "model <b>"  # what a page must not take for its own
     FarspanForCausalLM(FarspanConfig(**SHAPE, max_position_embeddings=64, position="none")).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    few = replace(Extension(), choose_windows=2, report_windows=2, passkeys=0)
+    few = replace(Extension(), choose_windows=2, report_windows=2, passkeys=0, fitted=False)
     farspan.diagnose(model, folder / "text.txt", [64, 256], windows=2, out=folder / "diagnosis")
-    extend(model, 128, folder / "patch", "uniform", data=folder / "text.txt", recipe=few)
+    extend(model, 128, folder / "patch", "logn", data=folder / "text.txt", recipe=few)
     options = {"data": folder / "text.txt", "lengths": (192, 256), "stride": 64, "windows": 2}
     evaluate(folder / "patch", "quick", folder / "scores", vs=model, **options)
     changes = ["train.steps=3", "train_examples=200", "test_examples=20", "lrs=[1e-3, 2e-3]"]
@@ -53,10 +53,16 @@ def runs(tmp_path_factory) -> Path:
     (folder / "training" / "record.json").write_text('{"command": "pretrain"}')
     steps = [{"step": 1, "loss": 5.5}, {"step": 2, "loss": math.nan}, {"step": 3, "loss": 5.25}]
     (folder / "training" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    cell = {"model": "small", "method": "uniform", "factor": 2, "seed": 0, "train_length": 64, "positions": [32, 96]}
+    cell = {"model": "small", "factor": 2, "seed": 0, "train_length": 64, "positions": [32, 96]}
+    cells = [
+        {**cell, "method": "none", "factor": 1, "loss": {"books": [3.5, 8.5], "pg19": [3.5, 9.5]}},
+        {**cell, "method": "uniform", "loss": {"books": [3.5, 4.5], "pg19": [3.25, None]}},
+        {**cell, "method": "uniform", "seed": 1, "loss": {"books": [4.5, 5.5], "pg19": [4.25, 4.0]}},
+        {**cell, "method": "headscale:init=1", "loss": {"books": [1.0, 1.0], "pg19": [1.0, 1.0]}},
+    ]
+    grids = [{"model": "small", "checkpoint": "model", "positions": [32, 96], "best": [1.0, 1.25]}]
     (folder / "study").mkdir()
-    cells = [{**cell, "loss": {"books": [3.5, 4.5], "pg19": [3.25, None]}}]
-    (folder / "study" / "results.json").write_text(json.dumps({"cells": cells, "grids": []}))
+    (folder / "study" / "results.json").write_text(json.dumps({"cells": cells, "grids": grids}))
     return folder
 
 
@@ -104,21 +110,23 @@ def test_the_page_is_whole_and_asks_no_network(written):
     assert parser.links == []
     assert "Plotly.newPlot" in written
     assert "plotly.js v" in written, "the script itself is in it"
+    assert "showSendToCloud: false" in own_part(written), "plotly would offer to upload figures"
     titles = re.findall("<h2>(.*?)</h2>", written)
     assert titles == [title for title, _ in page.SECTIONS.values()]
 
 
 def test_names_are_text_and_not_markup(written):
     drawn = [trace["name"] for figure in titled(written, "Loss by position") for trace in figure["data"]]
-    assert any("model <b>" in name for name in drawn), "in JSON it is as it was"
-    assert "<b>" not in re.sub(r'<script type="application/json">.*?</script>', "", own_part(written))
+    assert any("model &lt;b>" in name.replace("&gt;", ">") for name in drawn)
+    assert "<b>" not in own_part(written)
+    assert "<" not in "".join(re.findall(r'"application/json">(.*?)</script>', own_part(written), re.DOTALL))
 
 
 def test_curves_are_those_of_the_records(runs, written):
     model = json.loads((runs / "diagnosis" / "record.json").read_text())["models"][0]
     (entropy,) = titled(written, "Mean attention entropy")
     assert entropy["data"][0]["x"] == model["positions"]
-    assert np.allclose(np.mean(entropy["data"][0]["y"]), np.mean(model["entropy"]), rtol=0.05), "smoothed, not moved"
+    assert np.corrcoef(entropy["data"][0]["y"], model["entropy"])[0, 1] > 0.99, "smoothed, not moved"
     assert [mark["x0"] for mark in entropy["layout"]["shapes"]] == [64]
     (grown,) = titled(written, "entropy of heads at the end")
     heads = model["entropy_by_head"]["1"]
@@ -128,11 +136,15 @@ def test_curves_are_those_of_the_records(runs, written):
 
 def test_a_patch_shows_what_it_changed(runs, written):
     record = json.loads((runs / "patch" / "record.json").read_text())
-    (curves,) = titled(written, "patch: loss by position, uniform")
+    (curves,) = titled(written, "patch: loss by position, logn")
     assert [trace["name"] for trace in curves["data"]] == ["before", "after"]
-    assert np.allclose(np.mean(curves["data"][0]["y"]), np.mean(record["loss_by_position"]["before"]), rtol=0.05)
+    for trace in curves["data"]:
+        around = np.convolve(record["loss_by_position"][trace["name"]], np.ones(8) / 8, "same")
+        assert np.allclose(trace["y"][8:-8], around[8:-8])
     (scales,) = titled(written, "λ̂ of each head")
-    assert np.allclose(scales["data"][0]["z"], Patch.load(runs / "patch").scales.base)
+    chosen = Patch.load(runs / "patch").scales
+    assert np.allclose(scales["data"][0]["z"], chosen.at(torch.tensor(128)))
+    assert not np.allclose(scales["data"][0]["z"], chosen.base), "at the target, not at the beginning"
     assert f"<td>loss@128</td><td>{record['before']['loss@128']:.3f}</td>" in written
 
 
@@ -148,28 +160,89 @@ def test_an_evaluation_stands_beside_its_base_with_intervals(runs, written):
         assert np.allclose(np.subtract(trace["y"], trace["error_y"]["arrayminus"]), [score["low"] for score in own])
     grids = titled(written, "passkeys told (passkey documents in training: ")
     assert len(grids) == 2
-    told = [score["value"] for score in record["scores"] if score["metric"] == "passkey_at_depth"]
-    assert sorted(np.ravel(grids[0]["data"][0]["z"])) == sorted(told)
 
 
-def test_the_laboratory_shows_the_rate_that_was_chosen(runs, written):
-    cells = json.loads((runs / "lab" / "record.json").read_text())["cells"]
-    assert len({cell["lr"] for cell in cells}) == 2
-    (figure,) = titled(written, "lab: ")
-    assert [trace["name"] for trace in figure["data"]] == list(dict.fromkeys(cell["encoding"] for cell in cells))
-    for trace in figure["data"]:
-        own = [cell for cell in cells if cell["encoding"] == trace["name"]]
-        best = max(own, key=lambda cell: cell["chosen_by"])
-        counts = {**best["in_range"], **best["beyond"]}
-        assert trace["y"] == [counts[str(length)][0] / counts[str(length)][1] for length in trace["x"]]
+def scored(value: float, length: int, metric: str = "ppl", high: float | None = None, **tags) -> dict:
+    tags = {"task": "text", "trained_on_passkeys": "yes", **tags}
+    return {"eval": "any", "metric": metric, "length": length, "value": value, "low": value, "n": 1, "tags": tags} | {
+        "high": value if high is None else high
+    }
 
 
-def test_what_is_no_number_is_a_gap(written):
+def evaluated(folder: Path, *scores: dict, **more) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps({"command": "eval", "model": "one", "scores": scores, **more}))
+    return folder
+
+
+def test_a_passkey_grid_has_every_share_in_its_place(tmp_path):
+    shares = {(0.0, 256): 0.1, (1.0, 256): 0.2, (0.0, 512): 0.3, (1.0, 512): 0.4}
+    scores = [scored(share, length, "passkey_at_depth", depth=depth) for (depth, length), share in shares.items()]
+    text = report([evaluated(tmp_path / "run", *scores)], tmp_path / "page.html").read_text()
+    (grid,) = (figure["data"][0] for figure in titled(text, "passkeys told"))
+    assert grid["z"] == [[0.1, 0.3], [0.2, 0.4]]
+    assert (grid["x"], grid["y"]) == (["256", "512"], ["0%", "100%"])
+
+
+def test_what_two_runs_measured_of_one_base_is_joined_unless_they_disagree(tmp_path):
+    def base(*scores):
+        return {"model": "base", "scores": scores}
+
+    runs = [
+        evaluated(tmp_path / "a" / "run", scored(9.0, 256), vs=base(scored(20.0, 256))),
+        evaluated(tmp_path / "b" / "run", scored(8.0, 512), vs=base(scored(20.0, 256), scored(30.0, 512))),
+        evaluated(tmp_path / "c" / "run", scored(7.0, 512), vs=base(scored(31.0, 512)), notes=["other <tokens>"]),
+    ]
+    text = report(runs, tmp_path / "page.html").read_text()
+    (figure,) = titled(text, "Perplexity")
+    assert {trace["name"]: (trace["x"], trace["y"]) for trace in figure["data"]} == {
+        "a/run": ([256], [9.0]),
+        "b/run": ([512], [8.0]),
+        "c/run": ([512], [7.0]),
+        "base": ([256, 512], [20.0, 30.0]),
+        "base (beside c/run)": ([512], [31.0]),
+    }
+    assert "<p>c/run: other &lt;tokens&gt;</p>" in text
+
+
+def test_an_axis_has_numbers_and_no_interval_stretches_it(tmp_path):
+    near = report([evaluated(tmp_path / "near", scored(25.0, 256), scored(30.0, 512))], tmp_path / "page.html")
+    assert "type" not in titled(near.read_text(), "Perplexity")[0]["layout"]["yaxis"]
+    far = report([evaluated(tmp_path / "far", scored(25.0, 256), scored(300.0, 512, high=3.4e32))], tmp_path / "2.html")
+    (figure,) = titled(far.read_text(), "Perplexity")
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    assert max(figure["data"][0]["error_y"]["array"]) <= 9 * 300
+    assert "<td>300.0–3.4e+32</td>" in far.read_text()
+
+
+def test_the_laboratory_shows_the_rate_that_was_chosen(tmp_path):
+    def cell(lr: float, seed: int, chosen_by: float, right: int) -> dict:
+        counts = {"in_range": {"2": [4, 4], "10": [right, 4]}, "beyond": {"11": [0, 4]}}
+        about = {"task": "copy", "encoding": "none", "size": "small", "scratchpad": "none", "lr": lr, "seed": seed}
+        return {**about, "chosen_by": chosen_by, **counts}
+
+    cells = [cell(1e-3, 0, 0.5, 1), cell(1e-3, 1, 0.5, 1), cell(2e-3, 0, 0.9, 2), cell(2e-3, 1, 0.8, 4)]
+    ranks = [{"encoding": "none", "reciprocal": 1.0, "tasks": 1}]
+    (tmp_path / "lab").mkdir()
+    record = {"command": "lab run", "learnt": 0, "models": 4, "ranks": ranks, "cells": cells}
+    (tmp_path / "lab" / "record.json").write_text(json.dumps(record))
+    text = report([tmp_path / "lab"], tmp_path / "page.html").read_text()
+    (figure,) = titled(text, "lab: copy, small")
+    assert figure["data"][0]["x"] == [2, 10, 11]
+    assert figure["data"][0]["y"] == [1.0, 0.75, 0.0]
+    assert [mark["x0"] for mark in figure["layout"]["shapes"]] == [10]
+    assert "0 of 4 models learnt their task" in text
+    assert "<td>none</td><td>1.000</td><td>1</td>" in text
+
+
+def test_a_study_has_every_method_beside_none_and_what_is_no_number_is_a_gap(written):
     (training,) = titled(written, "Loss in training")
     assert training["data"][0]["y"] == [5.5, None, 5.25]
-    books, other = titled(written, "study: small")
-    assert books["data"][0]["y"] == [3.5, 4.5]
-    assert other["data"][0]["y"] == [3.25, None]
+    books, other = titled(written, "study: small for 2×")
+    assert {trace["name"]: trace["y"] for trace in books["data"]} == {"none": [3.5, 8.5], "uniform": [4.0, 5.0]}
+    assert {trace["name"]: trace["y"] for trace in other["data"]} == {"none": [3.5, 9.5], "uniform": [3.75, None]}
+    (scales,) = titled(written, "the best λ̂ by position")
+    assert scales["data"][0]["y"] == [1.0, 1.25]
 
 
 def test_runs_of_one_name_are_told_apart(runs, tmp_path):
@@ -185,15 +258,19 @@ def test_runs_of_one_name_are_told_apart(runs, tmp_path):
 def test_a_folder_without_a_record_and_a_broken_one_are_sentences(runs, tmp_path):
     with pytest.raises(FarspanError, match="holds no record.json; give folders that diagnose, extend, eval"):
         report([runs], tmp_path / "page.html")
+    with pytest.raises(FarspanError, match="nowhere does not exist"):
+        report([tmp_path / "nowhere"], tmp_path / "page.html")
+    with pytest.raises(FarspanError, match="is a folder; name a file, as .*report.html"):
+        report([runs / "training"], tmp_path)
     (tmp_path / "broken").mkdir()
     for content, message in (
         ("{", "is not valid JSON"),
         ('{"when": 1}', "names no command"),
-        ('{"command": "eval", "scores": [{}]}', "is not as farspan writes it .KeyError: 'metric'.; make it again"),
+        ('{"command": "eval", "scores": [{}]}', "record in .*broken is not as farspan .*: 'metric'.; make it again"),
     ):
         (tmp_path / "broken" / "record.json").write_text(content)
         with pytest.raises(CorruptError, match=message):
-            report([tmp_path / "broken"], tmp_path / "page.html")
+            report([runs / "training", tmp_path / "broken"], tmp_path / "page.html")
     (tmp_path / "broken" / "record.json").write_text('{"command": "pretrain"}')
     (tmp_path / "broken" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     with pytest.raises(CorruptError, match="metrics.jsonl, line 2"):
@@ -207,8 +284,18 @@ def test_without_plotly_the_way_out_is_told(runs, tmp_path, monkeypatch):
         report([runs / "training"], tmp_path / "page.html")
 
 
-def test_the_command_tells_where_the_page_is(runs, tmp_path):
-    done = CliRunner().invoke(app, ["report", str(runs / "training"), "-o", str(tmp_path / "page.html")])
+def test_a_training_that_goes_on_is_shown(runs, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text((runs / "training" / "metrics.jsonl").read_text())
+    (figure,) = titled(report([tmp_path], tmp_path / "page.html").read_text(), "Loss in training")
+    assert figure["data"][0]["x"] == [1, 2, 3]
+
+
+def test_the_command_tells_where_the_page_is_and_what_has_no_figure(runs, tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "record.json").write_text('{"command": "export"}')
+    folders = [str(runs / "training"), str(tmp_path / "export")]
+    done = CliRunner().invoke(app, ["report", *folders, "-o", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
     assert "page.html" in done.output
+    assert "export is a run of export, which has no figures" in done.output.replace("\n", " ")
     assert (tmp_path / "page.html").stat().st_size > 1e6

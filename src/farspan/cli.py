@@ -500,12 +500,15 @@ def lab_theorems(
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs that left a record.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="One that exists is replaced.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="A file; one that exists is replaced.")] = Path(
+        "report.html"
+    ),
 ):
-    """Runs as one HTML page without a network: curves that tell their values, grids, tables."""
+    """One HTML page of runs, which needs no network: curves that tell their values, grids, tables."""
     from farspan.workflows.reporting import report as write
 
-    out_console.print(f"[dim]the page is[/] {plain(str(write(folders, out)))}", soft_wrap=True)
+    page = write(folders, out, say=lambda text: out_console.print(f"[yellow]note[/] {plain(text)}", soft_wrap=True))
+    out_console.print(f"[dim]the page is[/] {plain(str(page))}", soft_wrap=True)
 
 
 @app.command()

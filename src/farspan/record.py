@@ -29,6 +29,15 @@ def environment() -> dict[str, Any]:
     return {"farspan": __version__, "python": platform.python_version(), "device": device, "packages": found}
 
 
+def brief(value: float) -> str:
+    """Three digits that count: 0.92, 22.1, 1,284, 3.4e+32; of a whole number, all."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1e6:  # the end of an interval of few windows
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
 def write_record(path: Path, command: str, settings: dict[str, Any], results: dict[str, Any]) -> None:
     """record.json: the settings that reproduce a run, and its results."""
     write_json(

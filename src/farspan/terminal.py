@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from farspan.record import brief
+
 if TYPE_CHECKING:
     from farspan.evals.scores import Score
     from farspan.workflows.diagnosing import Diagnosis
@@ -71,13 +73,13 @@ def show_evaluation(found: Evaluated) -> None:
         task = score.tags.get("task", "")
         what = f"{score.eval} {task}" if task == score.metric != score.eval else f"{score.metric} {task}"
         what = score.metric if task in ("", score.eval) else what
-        row = ["" if what == before else plain(what), f"{score.length:,}", _figure(score.value)]
+        row = ["" if what == before else plain(what), f"{score.length:,}", brief(score.value)]
         wide = score.low < score.high  # one window alone, or prompts that all failed, tell of no interval
-        row.append(f"{_figure(score.low)}–{_figure(score.high)}" if wide else "")
+        row.append(f"{brief(score.low)}–{brief(score.high)}" if wide else "")
         if against:
             other = beside(score, found.base_scores)
             row += (
-                [_figure(other.value), f"{score.value / other.value:.3f}" if other.value else ""] if other else ["", ""]
+                [brief(other.value), f"{score.value / other.value:.3f}" if other.value else ""] if other else ["", ""]
             )
         table.add_row(*row, short(score.n), *(f"{score.tags.get(name, 0):,}" for name in ("truncated", "skipped")))
         before = what
@@ -101,15 +103,6 @@ def show_evaluation(found: Evaluated) -> None:
 def _tagged(scores: Sequence[Score], tag: str) -> list[str]:
     """What the scores of single tasks say under a tag, each thing once."""
     return list(dict.fromkeys(s.tags[tag] for s in scores if tag in s.tags and s.tags.get("task") != "average"))
-
-
-def _figure(value: float) -> str:
-    """Three digits that count: 0.92, 22.1, 1,284, 3.4e+32; of a length, all."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if abs(value) >= 1e6:  # the end of an interval of few windows
-        return f"{value:.1e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def show_extension(found: Extended) -> None:

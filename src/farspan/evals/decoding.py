@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from farspan.attention.patch import forget_lengths
 from farspan.loading import quiet
 
 
@@ -23,6 +24,7 @@ def continuations(
     tokens none ends.
     """
     given = prompts.to(model.device)
+    forget_lengths(model)
     with quiet(), own_settings_set_aside(model):
         said = model.generate(
             input_ids=given,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from farspan.record import brief
 from farspan.report.figures import COLOURS
 
 Record = Mapping[str, Any]
@@ -22,7 +23,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a run left behind."""
+    """What a run left behind; no two runs have one name."""
 
     name: str
     record: Record
@@ -48,12 +49,19 @@ def _runs(runs: Sequence[Run]) -> str:
             [
                 run.name,
                 run.record["command"],
+                run.record.get("model") or (run.record.get("settings") or {}).get("model") or "",
                 str(run.record.get("when", "")).replace("T", " ")[:16],
                 made.get("device", ""),
                 ", ".join(f"{name} {version}" for name, version in (made.get("packages") or {}).items()),
             ]
         )
-    return table(["run", "command", "when (UTC)", "on", "with"], rows)
+    return table(["run", "command", "model", "when (UTC)", "on", "with"], rows)
+
+
+def _notes(run: Run) -> Iterator[str]:
+    """What a run said besides its numbers."""
+    for note in run.record.get("notes") or ():
+        yield f"<p>{html.escape(run.name)}: {html.escape(str(note))}</p>"
 
 
 # What each command left.
@@ -61,6 +69,8 @@ def _runs(runs: Sequence[Run]) -> str:
 
 def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
     found = [model for run in runs for model in run.record["models"]]
+    if len(runs) > 1:  # one model may have been read in several
+        found = [{**model, "model": f"{run.name}: {model['model']}"} for run in runs for model in run.record["models"]]
     lengths = {model["train_length"] for model in found if model["train_length"]}
     for key, title, unit in (("loss", "Loss by position", "nats"), ("entropy", "Mean attention entropy", "nats")):
         lines = []
@@ -92,36 +102,63 @@ def _extensions(runs: Sequence[Run]) -> Iterator[str]:
             smooth = _smooth(_numbers(curve), max(1, length // 8))
             step = max(1, len(smooth) // 1024)
             lines.append(line(range(1, len(smooth) + 1, step), smooth[::step].tolist(), name, 1 - number))
-        title = f"{run.name}: loss by position, {record['settings']['method']}"
+        title = f"{run.name}: loss by position, {record.get('method') or record['settings']['method']}"
         yield plot(lines, title, "position (tokens)", "loss (nats)", marks={length})
+        yield from _notes(run)
         yield table(["", "before", "after"], [[key, f"{before[key]:.3f}", f"{after[key]:.3f}"] for key in before])
         if run.scales:
-            yield heads_grid(run.scales, f"{run.name}: λ̂ of each head at the target", "λ̂", middle=1.0)
+            yield heads_grid(run.scales, f"{run.name}: λ̂ of each head at the target", "λ̂")
 
 
 def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     """All models in one figure, those that runs set beside theirs too."""
-    found: dict[str, list[Record]] = {}
-    for run in runs:
-        found.setdefault(run.name, []).extend(run.record["scores"])
-        if base := run.record.get("vs"):
-            found[base["model"]] = base["scores"]
+    found = _measured(runs)
     for task in dict.fromkeys(s["tags"]["task"] for scores in found.values() for s in scores if s["metric"] == "ppl"):
-        lines = []
+        lines, seen = [], []
         for number, (name, scores) in enumerate(found.items()):
             if own := [s for s in scores if s["metric"] == "ppl" and s["tags"]["task"] == task]:
-                above, below = [s["high"] - s["value"] for s in own], [s["value"] - s["low"] for s in own]
-                spread = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-                lengths, values = [s["length"] for s in own], [s["value"] for s in own]
+                values = [s["value"] for s in own]
+                seen += values
+                # An interval of few windows may end anywhere; what leaves the figure anyway need not stretch it.
+                above = [min(s["high"], 10 * s["value"]) - s["value"] for s in own]
+                spread = {"type": "data", "symmetric": False, "array": above}
+                spread["arrayminus"] = [s["value"] - s["low"] for s in own]
+                lengths = [s["length"] for s in own]
                 lines.append(line(lengths, values, name, number, mode="lines+markers", error_y=spread))
-        ticks = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
-        x, y = {"type": "log", "dtick": math.log10(2)}, {"type": "log", "tickvals": ticks, "tickformat": ",d"}
+        x, y = {"type": "log", "dtick": math.log10(2)}, {}
+        if max(seen) > 5 * min(seen):  # else few ticks of a logarithmic axis, or none, would be in sight
+            ticks = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
+            y = {"type": "log", "tickvals": ticks, "tickformat": ",d"}
         yield plot(lines, f"Perplexity, {task}", "length (tokens)", "perplexity", xaxis=x, yaxis=y)
     for name, scores in found.items():
         if own := [score for score in scores if score["metric"] == "passkey_at_depth"]:
             yield _passkeys(name, own)
-    rows = [_told(name, s) for name, scores in found.items() for s in scores if not s["tags"].get("detail")]
-    yield table(["model", "task", "metric", "length", "value", "95% interval", "n"], rows)
+    for run in runs:
+        yield from _notes(run)
+        for gate in run.record.get("gates") or ():
+            yield f"<p>{html.escape(run.name)}: {html.escape(str(gate['told']))}</p>"
+    rows = [_row(name, s) for name, scores in found.items() for s in scores if not s["tags"].get("detail")]
+    yield table(["run", "eval", "task", "metric", "length", "value", "95% interval", "n", "data"], rows)
+
+
+def _measured(runs: Sequence[Run]) -> dict[str, list[Record]]:
+    """The scores of each run, and of the models that they were set beside: what two runs measured of one is joined,
+    unless they disagree."""
+    found = {run.name: list(run.record["scores"]) for run in runs}
+    for run in runs:
+        if base := run.record.get("vs"):
+            name = base["model"]
+            known = {_place(score): score["value"] for score in found.get(name, ())}
+            if any(known.get(_place(score), score["value"]) != score["value"] for score in base["scores"]):
+                name, known = f"{name} (beside {run.name})", {}
+            found.setdefault(name, []).extend(score for score in base["scores"] if _place(score) not in known)
+    return found
+
+
+def _place(score: Record) -> tuple[Any, ...]:
+    """What a score is a score of."""
+    tags = score["tags"]
+    return score["eval"], tags.get("task"), score["metric"], score["length"], tags.get("depth"), tags.get("data")
 
 
 def _passkeys(name: str, scores: Sequence[Record]) -> str:
@@ -134,15 +171,15 @@ def _passkeys(name: str, scores: Sequence[Record]) -> str:
     return grid(values, across, down, title, "length (tokens)", "depth of the key", zmin=0, zmax=1)
 
 
-def _told(name: str, score: Record) -> list[str]:
-    interval = f"{score['low']:,.2f}–{score['high']:,.2f}"
-    task, value = score["tags"].get("task", ""), f"{score['value']:,.2f}"
-    return [name, task, score["metric"], f"{score['length']:,}", value, interval, f"{score['n']:,}"]
+def _row(name: str, score: Record) -> list[str]:
+    tags, interval = score["tags"], f"{brief(score['low'])}–{brief(score['high'])}"
+    what = [score["eval"], tags.get("task", ""), score["metric"], f"{score['length']:,}"]
+    return [name, *what, brief(score["value"]), interval, f"{score['n']:,}", tags.get("data", "")]
 
 
 def _laboratory(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
-        yield f"<p>{run.record['learnt']} of {run.record['models']} models learnt their task.</p>"
+        yield f"<p>{int(run.record['learnt'])} of {int(run.record['models'])} models learnt their task.</p>"
         ranks = [[rank["encoding"], f"{rank['reciprocal']:.3f}", rank["tasks"]] for rank in run.record["ranks"]]
         yield table(["encoding", "mean reciprocal rank", "of tasks"], ranks)
         encodings = list(dict.fromkeys(cell["encoding"] for cell in run.record["cells"]))
@@ -174,20 +211,31 @@ def _accuracy(cells: Sequence[Record]) -> tuple[list[int], list[float]]:
 
 
 def _studies(runs: Sequence[Run]) -> Iterator[str]:
+    """For each model, target and text the loss under every method, the mean of its seeds; ablations are left out."""
     for run in runs:
-        models: dict[str, list[Record]] = {}
+        found: dict[tuple[str, int], dict[str, list[Record]]] = {}
         for cell in run.record["cells"]:
-            models.setdefault(cell["model"], []).append(cell)
-        for model, cells in models.items():
-            for text in cells[0]["loss"]:
-                lines = [
-                    line(
-                        cell["positions"], cell["loss"][text], f"{cell['method']} {cell['factor']}× s{cell['seed']}", n
-                    )
-                    for n, cell in enumerate(cells)
-                ]
-                title, marks = f"{run.name}: {model}, loss on {text}", {cells[0]["train_length"]}
-                yield plot(lines, title, "position (tokens)", "loss (nats)", marks=marks, height=560)
+            if ":" not in cell["method"]:
+                found.setdefault((cell["model"], cell["factor"]), {}).setdefault(cell["method"], []).append(cell)
+        for (model, factor), fitted in found.items():
+            if factor > 1:
+                for text in next(iter(fitted.values()))[0]["loss"]:
+                    title = f"{run.name}: {model} for {factor}×, loss on {text}"
+                    yield _methods({**found.get((model, 1), {}), **fitted}, text, title)
+        if grids := run.record.get("grids"):
+            lines = [
+                line(grid["positions"], grid["best"], f"{grid['model']}, {grid['checkpoint']}", number, mode="markers")
+                for number, grid in enumerate(grids)
+            ]
+            yield plot(lines, f"{run.name}: the best λ̂ by position", "position (tokens)", "λ̂", xaxis={"type": "log"})
+
+
+def _methods(seeds: Mapping[str, Sequence[Record]], text: str, title: str) -> str:
+    lines = []
+    for number, (method, cells) in enumerate(seeds.items()):
+        mean = np.mean([_numbers(cell["loss"][text]) for cell in cells], axis=0)
+        lines.append(line(cells[0]["positions"], mean.tolist(), method, number))
+    return plot(lines, title, "position (tokens)", "loss (nats)", marks={cells[0]["train_length"]})
 
 
 def _trainings(runs: Sequence[Run]) -> Iterator[str]:
@@ -215,13 +263,15 @@ def line(x: Sequence[float], y: Sequence[float | None], name: str, number: int, 
     colour = COLOURS[number % len(COLOURS)]
     dash = ("solid", "dash", "dot", "dashdot")[number // len(COLOURS) % 4]
     look = {"color": colour, "dash": dash, "width": 2}
-    told = [value if value is not None and math.isfinite(value) else None for value in y]
-    return {"type": "scatter", "mode": "lines", "x": list(x), "y": told, "name": name, "line": look, **more}
+    finite = [value if value is not None and math.isfinite(value) else None for value in y]
+    named = html.escape(name, quote=False)  # plotly takes tags for its own
+    return {"type": "scatter", "mode": "lines", "x": list(x), "y": finite, "name": named, "line": look, **more}
 
 
 def point(x: float, y: float, name: str, number: int) -> Trace:
     marker = {"color": COLOURS[number % len(COLOURS)], "size": 11, "symbol": "x"}
-    return {"type": "scatter", "mode": "markers", "x": [x], "y": [y], "name": name, "marker": marker}
+    named = html.escape(name, quote=False)
+    return {"type": "scatter", "mode": "markers", "x": [x], "y": [y], "name": named, "marker": marker}
 
 
 def plot(
@@ -236,7 +286,7 @@ def plot(
         "xaxis": {"title": {"text": x}, "tickformat": ",d", **layout.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, **layout.pop("yaxis", {})},
     }
-    return _figure(traces, {"title": {"text": title}, "shapes": ends, "height": height, **axes, **layout})
+    return _figure(traces, title, {"shapes": ends, "height": height, **axes, **layout})
 
 
 def grid(values: Any, x: Sequence[str], y: Sequence[str], title: str, across: str, down: str, **look: Any) -> str:
@@ -247,19 +297,23 @@ def grid(values: Any, x: Sequence[str], y: Sequence[str], title: str, across: st
         "xaxis": {"title": {"text": across}, "type": "category"},
         "yaxis": {"title": {"text": down}, "type": "category", "autorange": "reversed"},
     }
-    return _figure([trace], {"title": {"text": title}, "height": 140 + 30 * len(y), **axes})
+    return _figure([trace], title, {"height": 140 + 30 * len(y), **axes})
 
 
-def heads_grid(values: Mapping[int, Sequence[float]], title: str, unit: str, middle: float) -> str:
-    """A number for each head of each layer, coloured by which side of the middle it is on."""
+def heads_grid(values: Mapping[int, Sequence[float]], title: str, unit: str, middle: float | None = None) -> str:
+    """A number for each head of each layer; with a middle, coloured by the side of it that the number is on."""
     table = [list(row) for row in values.values()]
     heads = [str(head) for head in range(max(map(len, table)))]
-    look = {"colorscale": "RdBu", "zmid": middle, "colorbar": {"title": {"text": unit}}}
-    return grid(table, heads, [str(layer) for layer in values], title, "head", "layer", **look)
+    look: dict[str, Any] = {"colorscale": "YlOrRd", "reversescale": True}
+    if middle is not None:
+        look = {"colorscale": "RdBu", "zmid": middle}
+    bar = {"title": {"text": unit}}
+    return grid(table, heads, [str(layer) for layer in values], title, "head", "layer", colorbar=bar, **look)
 
 
-def _figure(traces: Sequence[Trace], layout: dict[str, Any]) -> str:
-    drawn = json.dumps({"data": traces, "layout": layout}, allow_nan=False).replace("</", "<\\/")
+def _figure(traces: Sequence[Trace], title: str, layout: dict[str, Any]) -> str:
+    layout = {"title": {"text": html.escape(title, quote=False)}, **layout}
+    drawn = json.dumps({"data": traces, "layout": layout}, allow_nan=False).replace("<", "\\u003c")
     return f'<figure><script type="application/json">{drawn}</script></figure>'
 
 
@@ -306,7 +360,7 @@ for (const figure of document.querySelectorAll("figure")) {
   }
   Object.assign(layout.title, { x: 0, xref: "paper", font: { size: 16 } })
   const look = { margin: { t: 50, r: 20, b: 40 }, font: { family: "system-ui, sans-serif" }, showlegend: true }
-  Plotly.newPlot(figure, data, { ...look, ...layout }, { responsive: true, displaylogo: false })
+  Plotly.newPlot(figure, data, { ...look, ...layout }, { responsive: true, displaylogo: false, showSendToCloud: false })
 }
 </script>
 </body>
