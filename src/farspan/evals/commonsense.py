@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from farspan.attention.patch import forget_lengths
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.jsonlines import read_rows
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
@@ -143,6 +144,7 @@ class Commonsense:
     def _run(self, cell: Cell, model: Any, tokenizer: Any, batch: int) -> list[Sample]:
         with tempfile.TemporaryDirectory() as folder, _without_chatter():
             task = self._task(cell.task, Path(folder))
+            forget_lengths(model)
             harness = _harness(model, copy.deepcopy(tokenizer), cell.length, batch)  # it may add a token for padding
             found = _evaluate(harness, task, self.limit)
         tokens = iter(harness.tokens)
