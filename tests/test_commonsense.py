@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 
 import farspan
+from farspan.attention.patch import set_rope
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
@@ -230,6 +231,20 @@ def test_a_model_of_ours_runs_and_its_tokenizer_stays_as_it_is(tokenizer, data):
         chances = model(whole[None, :-1]).logits[0].log_softmax(-1)
     by_hand = chances[torch.arange(len(whole) - 1), whole[1:]][len(asked) - 1 :].sum()
     assert sample["loglikelihoods"][0] == pytest.approx(float(by_hand), abs=1e-4)
+
+
+def test_a_task_is_answered_alike_before_and_after_a_longer_text(tokenizer, data):
+    """Under a rotation that grows with the longest text seen."""
+    pytest.importorskip("lm_eval")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=500)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, max_position_embeddings=8)).eval()
+    set_rope(model, {"rope_type": "dynamic", "factor": 4.0})
+    evaluation = Commonsense(data, 128, tasks=("piqa",), limit=2)
+    first = by_task(evaluation, model, tokenizer)
+    with torch.no_grad():
+        model(torch.randint(3, 500, (1, 120)))
+    assert by_task(evaluation, model, tokenizer) == first
 
 
 def test_out_of_memory_halves_the_batch(monkeypatch, data):

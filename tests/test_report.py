@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import replace
@@ -193,16 +194,20 @@ def test_what_two_runs_measured_of_one_base_is_joined_unless_they_disagree(tmp_p
         evaluated(tmp_path / "b" / "run", scored(8.0, 512), vs=base(scored(20.0, 256), scored(30.0, 512))),
         evaluated(tmp_path / "c" / "run", scored(7.0, 512), vs=base(scored(31.0, 512)), notes=["other <tokens>"]),
     ]
+    told = {"gate": "ppl@512<=6", "holds": False, "told": "ppl@512 is 7.00"}
+    runs.append(evaluated(tmp_path / "d" / "gated", scored(7.0, 512), gates=[told]))
     text = report(runs, tmp_path / "page.html").read_text()
     (figure,) = titled(text, "Perplexity")
     assert {trace["name"]: (trace["x"], trace["y"]) for trace in figure["data"]} == {
         "a/run": ([256], [9.0]),
         "b/run": ([512], [8.0]),
         "c/run": ([512], [7.0]),
+        "d/gated": ([512], [7.0]),
         "base": ([256, 512], [20.0, 30.0]),
         "base (beside c/run)": ([512], [31.0]),
     }
     assert "<p>c/run: other &lt;tokens&gt;</p>" in text
+    assert "<p>d/gated: ppl@512 is 7.00</p>" in text
 
 
 def test_an_axis_has_numbers_and_no_interval_stretches_it(tmp_path):
@@ -282,6 +287,22 @@ def test_without_plotly_the_way_out_is_told(runs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(FarspanError, match=r"pip install 'farspan\[report\]'"):
         report([runs / "training"], tmp_path / "page.html")
+
+
+def test_a_name_that_is_no_text_breaks_nothing(runs, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "record.json").write_text('{"command": "export"}')
+    assert "caf?" in report([folder], tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_length_that_nothing_was_asked_of_is_a_broken_record(tmp_path):
+    about = {"task": "copy", "encoding": "none", "size": "small", "scratchpad": "none", "lr": 1e-3, "chosen_by": 1.0}
+    cell = {**about, "in_range": {"2": [0, 0]}, "beyond": {}}
+    record = {"command": "lab run", "learnt": 0, "models": 1, "ranks": [], "cells": [cell]}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    with pytest.raises(CorruptError, match="ZeroDivisionError"):
+        report([tmp_path], tmp_path / "page.html")
 
 
 def test_a_training_that_goes_on_is_shown(runs, tmp_path):
