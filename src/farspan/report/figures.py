@@ -154,14 +154,11 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
 
 def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) -> Figure:
     """Loss by position of models, or of one as it was and as it became, smoothed over an eighth of its length."""
-    width = max(1, train_length // 8)
-    ones = np.ones(width)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         axes = figure.subplots()
         for (name, curve), look in zip(curves.items(), _looks([COLOURS[1], COLOURS[0], *COLOURS[2:]]), strict=False):
-            smooth = np.convolve(curve, ones, "same") / np.convolve(np.ones_like(curve), ones, "same")
-            axes.plot(np.arange(1, len(curve) + 1), smooth, lw=1.8, label=name, **look)
+            axes.plot(np.arange(1, len(curve) + 1), smoothed(curve, train_length // 8), lw=1.8, label=name, **look)
         _mark_training(axes, {train_length})
         _positions(axes, len(curve) + 1)
         axes.set_xlabel("position (tokens)")
@@ -170,6 +167,12 @@ def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) ->
         axes.legend(loc="upper left", bbox_to_anchor=(1.0 if beside else 0.0, 1.0))
         axes.set_title(title, loc="left")
     return figure
+
+
+def smoothed(curve: np.ndarray, width: int) -> np.ndarray:
+    """The mean over so many positions around each, of fewer at the ends."""
+    ones = np.ones(max(1, width))
+    return np.convolve(curve, ones, "same") / np.convolve(np.ones_like(curve), ones, "same")
 
 
 def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from farspan.record import brief
-from farspan.report.figures import COLOURS
+from farspan.report.figures import COLOURS, smoothed
 
 Record = Mapping[str, Any]
 Trace = dict[str, Any]
@@ -72,16 +72,16 @@ def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
     if len(runs) > 1:  # one model may have been read in several
         found = [{**model, "model": f"{run.name}: {model['model']}"} for run in runs for model in run.record["models"]]
     lengths = {model["train_length"] for model in found if model["train_length"]}
-    for key, title, unit in (("loss", "Loss by position", "nats"), ("entropy", "Mean attention entropy", "nats")):
+    for key, title in (("loss", "Loss by position"), ("entropy", "Mean attention entropy")):
         lines = []
         for number, model in enumerate(found):
             positions, curve = model["positions"], _numbers(model[key])
             if length := model["train_length"]:
-                curve = _smooth(curve, max(1, sum(place <= length / 8 for place in positions)))
+                curve = smoothed(curve, sum(place <= length / 8 for place in positions))
             lines.append(line(positions, curve.tolist(), model["model"], number))
             if knee := model[f"{key}_knee"]:
                 lines.append(point(knee, float(np.interp(knee, positions, curve)), f"{model['model']}: knee", number))
-        yield plot(lines, title, "position (tokens)", unit, marks=lengths)
+        yield plot(lines, title, "position (tokens)", "nats", marks=lengths)
     yield table(["model", "verdict"], [[model["model"], model["verdict"]] for model in found])
     for model in found:
         if length := model["train_length"]:
@@ -99,7 +99,7 @@ def _extensions(runs: Sequence[Run]) -> Iterator[str]:
         before, after, length = record["before"], record["after"], record["settings"]["train_length"]
         lines = []
         for number, (name, curve) in enumerate(record["loss_by_position"].items()):
-            smooth = _smooth(_numbers(curve), max(1, length // 8))
+            smooth = smoothed(_numbers(curve), length // 8)
             step = max(1, len(smooth) // 1024)
             lines.append(line(range(1, len(smooth) + 1, step), smooth[::step].tolist(), name, 1 - number))
         title = f"{run.name}: loss by position, {record.get('method') or record['settings']['method']}"
@@ -325,12 +325,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _numbers(values: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=float)
-
-
-def _smooth(curve: np.ndarray, width: int) -> np.ndarray:
-    """The mean over so many positions around each."""
-    ones = np.ones(width)
-    return np.convolve(curve, ones, "same") / np.convolve(np.ones_like(curve), ones, "same")
 
 
 PAGE = """<!doctype html>
