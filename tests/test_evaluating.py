@@ -26,7 +26,7 @@ from farspan.errors import FarspanError
 from farspan.evals.commonsense import TASKS, Commonsense
 from farspan.evals.gates import METRICS, judge, parse_gate
 from farspan.evals.longbench import tasks
-from farspan.evals.passkey import Passkey
+from farspan.evals.passkey import Beginning, Passkey
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Score, beside
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -95,9 +95,9 @@ def counted(monkeypatch) -> Counter:
     times: Counter = Counter()
     for kind in (Perplexity, Passkey):
 
-        def run(self, cell, model, tokenizer, own=kind.run, name=kind.__name__):
+        def run(self, *given, own=kind.run, name=kind.__name__):
             times[name] += 1
-            return own(self, cell, model, tokenizer)
+            return own(self, *given)
 
         monkeypatch.setattr(kind, "run", run)
     return times
@@ -137,12 +137,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tiny, whole, tmp_pat
     times = 0
     for kind in (Perplexity, Passkey):
 
-        def run(self, cell, model, tokenizer, own=kind.run):
+        def run(self, *given, own=kind.run):
             nonlocal times
             times += 1
             if times in (2, 5):
                 raise KeyboardInterrupt
-            return own(self, cell, model, tokenizer)
+            return own(self, *given)
 
         monkeypatch.setattr(kind, "run", run)
     for _ in range(2):
@@ -253,10 +253,10 @@ def test_which_tokens_begin_and_end_a_text_makes_another_model(tiny):
     assert len({str(name) for name in names}) == 3
 
 
-def test_another_release_measures_anew(tiny, whole, tmp_path, counted, monkeypatch):
+def test_what_is_computed_in_another_way_is_measured_anew(tiny, whole, tmp_path, counted, monkeypatch):
     measure(tiny, tmp_path / "results", lengths=(256,))
     before = counted.total()
-    monkeypatch.setattr(evaluating, "__version__", "99")
+    monkeypatch.setattr(evaluating, "FORMAT", 99)
     measure(tiny, tmp_path / "results", lengths=(256,))
     assert counted.total() == 2 * before > 0
 
@@ -506,6 +506,28 @@ def test_what_a_model_lacks_is_a_sentence(tiny, tmp_path, monkeypatch, capsys):
         assert code == 2
         assert sentence in err
     assert not (tmp_path / "results").exists()
+
+
+def test_a_table_that_ends_before_the_shortest_passkey_is_a_sentence(tiny, tmp_path):
+    config = FarspanConfig(**SHAPE, max_position_embeddings=64, position="learned")
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "short")
+    farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "short")
+    for suite in ("quick", "passkey"):
+        with pytest.raises(
+            FarspanError, match=r"a passkey text takes \d+ tokens, and .*short ends at 64; choose a suite"
+        ):
+            evaluate(tmp_path / "short", suite, tmp_path / "results", data=tiny / "text" if suite == "quick" else None)
+    found = evaluate(tmp_path / "short", "perplexity", tmp_path / "results", data=tiny / "text", windows=2)
+    assert {score.length for score in found.scores if score.metric == "ppl"} == {64}
+
+
+def test_passkeys_of_one_run_share_what_they_begin_with(tiny, tmp_path, monkeypatch):
+    given: list[object] = []
+    own = Passkey.run
+    monkeypatch.setattr(Passkey, "run", lambda self, *rest: (given.append(rest[-1]), own(self, *rest))[1])
+    evaluate(tiny / "none", "passkey", tmp_path / "results", lengths=(256,), vs=tiny / "patch")
+    assert all(isinstance(each, Beginning) for each in given)
+    assert len({id(each) for each in given}) == 2, "one for the model, and one for its base"
 
 
 def test_a_family_whose_logits_are_not_its_own_is_refused(tiny, monkeypatch):

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -465,12 +467,23 @@ def test_sampling_follows_its_seed(patched):
         "".join(farspan.generate("rope-twin", PROMPT, tokens=16, temperature=1.0, seed=seed)) for seed in (1, 1, 2)
     )
     assert once == again != other
+    sampled = dict(tokens=16, temperature=1.0)
+    late = farspan.generate("rope-twin", PROMPT, seed=1, **sampled)
+    torch.manual_seed(7)  # whatever happens between asking and listening
+    before = torch.random.get_rng_state()
+    assert "".join(late) == once
+    assert torch.equal(torch.random.get_rng_state(), before), "and the caller's own numbers go on as they would have"
 
 
 def test_nobody_listening_stops_the_model():
+    running = threading.active_count()
     pieces = generate("rope-twin", PROMPT, tokens=100_000)
     next(pieces)
+    assert threading.active_count() == running + 1
+    begun = time.perf_counter()
     pieces.close()
+    assert threading.active_count() == running
+    assert time.perf_counter() - begun < 20, "100,000 tokens would take minutes"
 
 
 @pytest.mark.parametrize(

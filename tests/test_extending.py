@@ -422,10 +422,13 @@ def test_auto_chooses_by_the_loss_of_what_it_would_apply():
 
 def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
     (tmp_path / "other.txt").write_text((tiny / "text.txt").read_text()[::-1])
-    text = {"search": tiny / "text.txt", "choose": tiny / "text.txt", "report": tmp_path / "other.txt"}
+    (tmp_path / "third.txt").write_text((tiny / "text.txt").read_text().swapcase())
+    text = {"search": tiny / "text.txt", "choose": tmp_path / "third.txt", "report": tmp_path / "other.txt"}
     extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=text, recipe=FEW)
-    with pytest.raises(FarspanError, match="report on other text"):
-        extend(tiny / "none", 128, tmp_path / "no", "uniform", data={**text, "report": tiny / "text.txt"}, recipe=FEW)
+    for name in ("choose", "report"):  # one file by another spelling is the same text
+        same = {**text, name: str(tiny / ".." / tiny.name / "text.txt")}
+        with pytest.raises(FarspanError, match=f"search=.* and {name}=.* are the same text; give three that differ"):
+            extend(tiny / "none", 128, tmp_path / "no", "uniform", data=same, recipe=FEW)
     with pytest.raises(FarspanError, match="give one corpus, or three as search=PATH"):
         extend(tiny / "none", 128, tmp_path / "no", "uniform", data={"train": "x"}, recipe=FEW)
 
@@ -586,6 +589,34 @@ def test_another_unfinished_search_is_not_touched(tiny, tmp_path):
     with pytest.raises(FarspanError, match="holds the unfinished search of another extension"):
         extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
     assert (work / "claim.toml").read_text() == "# another"
+
+
+def test_the_same_extension_twice_at_once_leaves_the_first_one_alone(tiny, tmp_path):
+    asked = dict(data=tiny / "text.txt", recipe=replace(FEW, search=QUICK))
+
+    def twice(label, steps):
+        def advance(count=1, note=""):
+            if "headscale" in label:  # the first one is at its search
+                with pytest.raises(FarspanError, match="another process trains in .*.patch.search; wait for it"):
+                    extend(tiny / "none", 128, tmp_path / "patch", "headscale", **asked)
+                advance.tried += 1
+
+        advance.tried = 0
+        tried.append(advance)
+        return advance
+
+    tried = []
+    extend(tiny / "none", 128, tmp_path / "patch", "headscale", progress=twice, **asked)
+    assert sum(advance.tried for advance in tried) > 0
+    assert (tmp_path / "patch" / "patch.json").exists()
+    assert not (tmp_path / ".patch.search").exists()
+
+
+def test_dynamic_rotation_has_the_length_of_the_config_alone(tiny, tmp_path):
+    with pytest.raises(
+        FarspanError, match="dynamic-ntk begins where the config of .* at 64, whatever --train-length 32"
+    ):
+        extend(tiny / "rope", 128, tmp_path / "no", "dynamic-ntk", data=tiny / "text.txt", train_length=32, recipe=FEW)
 
 
 def test_a_stopped_extension_goes_on_with_the_same_text_and_no_other(tiny, tmp_path):

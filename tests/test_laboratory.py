@@ -223,6 +223,13 @@ def test_fleets_hold_one_network_and_rows_of_similar_length():
     assert not any({"parity", "pcfg"} <= {cell.task for cell in fleet} for fleet in lineup), "pcfg is much longer"
 
 
+def test_with_dropout_every_model_trains_alone():
+    study = Study(tasks=("copy", "reverse"), sizes={"dry": Shape(), "wet": Shape(dropout=0.1)})
+    lineup = fleets(study, cells_of(study), Words(), 5)
+    assert all(len(fleet) == 1 for fleet in lineup if fleet[0].size == "wet")
+    assert any(len(fleet) > 1 for fleet in lineup if fleet[0].size == "dry")
+
+
 def test_a_task_and_a_size_multiply_the_learning_rates():
     sizes = {"small": Shape(), "large": Shape(rate=0.5)}
     study = Study(tasks=("copy", "parity"), lrs=(1e-3, 2e-3), rates={"parity": 0.25}, sizes=sizes)

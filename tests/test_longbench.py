@@ -265,11 +265,20 @@ def test_prompts_of_one_length_are_decoded_together_and_each_gets_its_own_answer
 
 
 def test_answers_are_those_of_prompts_asked_one_by_one(everything, tokenizer, monkeypatch):
-    evaluation, model = LongBench(everything, (128,)), model_of()
+    """As they are on the CPU; a GPU answers several at once."""
+    evaluation, model, sizes = LongBench(everything, (128,)), model_of(), []
     cells = [cell for cell in evaluation.cells() if cell.task in ("qasper", "trec", "lcc")]
-    together = [evaluation.run(cell, model, tokenizer) for cell in cells]
-    monkeypatch.setattr(longbench, "TOGETHER", 1)
-    assert together == [evaluation.run(cell, model, tokenizer) for cell in cells]
+
+    def said(model, rows, *rest, **more):
+        sizes.append(len(rows))
+        return continuations(model, rows, *rest, **more)
+
+    monkeypatch.setattr(longbench, "continuations", said)
+    alone = [evaluation.run(cell, model, tokenizer) for cell in cells]
+    assert set(sizes) == {1}
+    monkeypatch.setattr(longbench, "rows_at_once", lambda model, length, asked: asked)
+    assert alone == [evaluation.run(cell, model, tokenizer) for cell in cells]
+    assert max(sizes) > 1
 
 
 @given(st.integers(0, 300), st.integers(64, 200))

@@ -183,8 +183,25 @@ def test_effective_length_is_the_longest_up_to_which_all_hold(scores, threshold)
     assert found == max(good, default=0)
 
 
+def test_on_the_cpu_prompts_are_answered_one_at_a_time(tokenizer, monkeypatch):
+    sizes: list[int] = []
+    own = needle.continuations
+    monkeypatch.setattr(
+        needle,
+        "continuations",
+        lambda model, rows, *rest, **more: (sizes.append(len(rows)), own(model, rows, *rest, **more))[1],
+    )
+    evaluation = Needle((300,), tasks=("single",), samples=3, batch=2)
+    evaluation.run(evaluation.cells()[0], model_of(600), tokenizer)
+    assert sizes == [1, 1, 1]
+    monkeypatch.setattr(needle, "rows_at_once", lambda model, length, asked: asked)  # as on a GPU
+    evaluation.run(evaluation.cells()[0], model_of(600), tokenizer)
+    assert sizes[3:] == [2, 1]
+
+
 @pytest.mark.parametrize("name", ["none", "rope", "alibi", "bloom", "mpt"])
-def test_no_sample_depends_on_the_batch(tokenizer, name):
+def test_no_sample_depends_on_the_batch(tokenizer, name, monkeypatch):
+    monkeypatch.setattr(needle, "rows_at_once", lambda model, length, asked: asked)  # as on a GPU
     shape = {"vocab_size": 600, "n_layer": 2}
     foreign = {
         "bloom": lambda: hf.BloomConfig(**shape, hidden_size=32, n_head=4),

@@ -33,7 +33,8 @@ def twin():
 
 
 def run(grid: Passkey, model, tokenizer) -> dict[tuple[int, float, int], bool]:
-    found = [sample for cell in grid.cells() for sample in grid.run(cell, model, tokenizer)]
+    begun = Beginning(model)
+    found = [sample for cell in grid.cells() for sample in grid.run(cell, model, tokenizer, begun)]
     return {(sample["length"], sample["depth"], sample["key"]): sample["hit"] for sample in found}
 
 
@@ -87,6 +88,44 @@ def test_what_was_said_is_the_answer_to_the_letter_where_it_hit(twin):
 
 def test_computing_a_beginning_once_changes_no_hit(twin, grid, hits):
     assert hits == run(replace(grid, reuse=False), *twin)
+
+
+def test_a_grid_remembers_nothing_of_a_model_that_has_changed(monkeypatch):
+    """The same grid and the same model, sharpened in between: what was begun before is not gone on from."""
+    monkeypatch.setattr(passkey, "CHUNK", 16)
+    model, tokenizer = farspan.load("nope-twin", dtype=torch.float32)
+    layers, read = probe(model), []
+    own = passkey.ending_logits
+    monkeypatch.setattr(passkey, "ending_logits", lambda *given: (read.append(found := own(*given)), found)[1])
+    grid = Passkey((Passkeys(tokenizer).shortest + 30,), depths=2, keys=1)
+
+    def logits_at(scale: float, evaluation: Passkey) -> list[torch.Tensor]:
+        seam.install(model, Scales.uniform(scale, [layer.index for layer in layers], layers[0].heads))
+        read.clear()
+        for cell in evaluation.cells():
+            evaluation.run(cell, model, tokenizer)
+        return [logits for logits in read if logits.shape[1] > 1]
+
+    logits_at(1.0, grid)
+    changed = logits_at(0.7, grid)
+    assert len(read) > len(changed) == 2, "something was shared"
+    assert all(map(torch.equal, changed, logits_at(0.7, replace(grid))))
+
+
+def test_cells_go_on_from_what_those_before_them_have_computed(twin, monkeypatch):
+    monkeypatch.setattr(passkey, "CHUNK", 16)
+    tokens: list[int] = []
+    own = passkey.ending_logits
+    monkeypatch.setattr(passkey, "ending_logits", lambda *given: (tokens.append(given[1].numel()), own(*given))[1])
+    grid = Passkey((240,), depths=4, keys=1)
+    run(grid, *twin)
+    together, tokens[:] = sum(tokens), []
+    for cell in grid.cells():
+        grid.run(cell, *twin)
+    assert together < 0.8 * sum(tokens)
+    tokens.clear()
+    passkey_share(*twin, 240, depths=4)
+    assert sum(tokens) == together, "nor does the share that other commands tell begin anew with every depth"
 
 
 def test_cells_do_not_depend_on_their_order(twin, monkeypatch):
@@ -219,6 +258,32 @@ def test_answers_of_different_lengths_fill_documents_of_one_length(monkeypatch):
         assert hits == [row[-count:] == told[-count - 1 : -1] for row, told, count in pairs]
 
 
+class Sparing(Pairs):
+    """A tokenizer that writes the keys that are scored with one token, and all others with two."""
+
+    def __call__(self, words: str, **options) -> dict:
+        ids: list[int] = []
+        for word in words.split():
+            key = word.strip(".")
+            if key.isdecimal():
+                ids += [3 + int(key) % 60] * (1 if int(key) % HELD_OUT == 0 else 2)
+            else:
+                ids.append(64 + sum(map(ord, word)) % 60)
+        return {"input_ids": ids}
+
+
+def test_where_no_other_key_has_room_nothing_is_shared(monkeypatch):
+    """By another key it is told how far texts are alike; the shortest text holds keys that are scored, and no other."""
+    monkeypatch.setattr(passkey, "CHUNK", 8)
+    model, shared, shortest = FAMILIES[0].build(), [], Passkeys(Sparing()).shortest_of(SCORED)
+    reach = Beginning.reach
+    monkeypatch.setattr(Beginning, "reach", lambda self, rows: (reach(self, rows), shared.append(self.shared))[0])
+    for length in (shortest, shortest + 60):
+        grid = Passkey((length,), depths=2, keys=2)
+        assert len(grid.run(grid.cells()[-1], model, Sparing())) == 2
+    assert shared[0] == 0 < shared[1]
+
+
 def test_every_key_that_is_asked_for_has_room_in_the_shortest_text():
     maker = Passkeys(Pairs())
     shortest = maker.shortest_of(SCORED)
@@ -292,8 +357,10 @@ def test_the_lengths_of_a_grid():
 
 
 def test_a_grid_of_nothing_and_a_text_too_short_are_sentences(twin):
-    with pytest.raises(FarspanError, match="0 depths with 10 keys make no grid"):
+    with pytest.raises(FarspanError, match="1 lengths and 0 depths with 10 keys make no grid; give 1 or more of each"):
         Passkey((100,), depths=0)
+    with pytest.raises(FarspanError, match="0 lengths and 10 depths with 10 keys make no grid"):
+        Passkey(())
     grid = Passkey((20,))
     with pytest.raises(FarspanError, match="a passkey text of 20 tokens has no room"):
         grid.run(grid.cells()[0], *twin)

@@ -185,6 +185,19 @@ def test_a_folder_of_something_else_is_refused(tiny, tmp_path):
         pretrain(str(tiny), [], tmp_path / "lab")
 
 
+def test_a_run_does_not_go_on_with_other_text(tiny, tmp_path):
+    pretrain(str(tiny), [], tmp_path / "run")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    moved = [f"data.folder={tmp_path / 'moved'}"]
+    (tmp_path / "run" / "record.json").unlink()
+    assert not pretrain(str(tiny), moved, tmp_path / "run").already, "text may move"
+    (tmp_path / "run" / "record.json").unlink()
+    text = tmp_path / "moved" / "docs.txt"
+    text.write_text(text.read_text()[:30_000])
+    with pytest.raises(FarspanError, match="run was trained on other rows .* the text or its tokenizer has changed"):
+        pretrain(str(tiny), moved, tmp_path / "run")
+
+
 def test_a_source_of_weight_zero_is_left_out(tiny):
     changes = ["data.sources.absent.files=nowhere.txt", "data.sources.absent.weight=0"]
     recipe = read_recipe(str(tiny), changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import importlib.util
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,17 +20,23 @@ from typer.testing import CliRunner
 
 import farspan
 from farspan.attention.patch import Patch
+from farspan.attention.scales import Scales
 from farspan.cli import app
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
+from farspan.diagnosis.curves import Curves
 from farspan.errors import CorruptError, FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.record import brief
 from farspan.report import page
+from farspan.report.figures import diagnosis_figures
+from farspan.report.study import at
 from farspan.workflows import laboratory
 from farspan.workflows.evaluating import evaluate
 from farspan.workflows.extending import Extension, extend
 from farspan.workflows.reporting import report
 
+ROOT = Path(__file__).parent.parent
 SHAPE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=400)
 
 
@@ -258,6 +266,79 @@ def test_runs_of_one_name_are_told_apart(runs, tmp_path):
     out = report([tmp_path / "one" / "training", tmp_path / "two" / "training"], tmp_path / "page.html")
     (figure,) = titled(out.read_text(), "Loss in training")
     assert [trace["name"] for trace in figure["data"]] == ["one/training", "two/training"]
+
+
+def test_a_study_of_variants_alone_shows_them(tmp_path):
+    cell = {"model": "small", "factor": 2, "seed": 0, "train_length": 64, "positions": [32, 96]}
+    cells = [{**cell, "method": f"headscale:search.init={init}", "loss": {"books": [init, 2.0]}} for init in (1, 3)]
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "results.json").write_text(json.dumps({"cells": cells, "grids": []}))
+    text = report([tmp_path / "study"], tmp_path / "page.html").read_text()
+    (figure,) = titled(text, "study: small for 2×")
+    assert [trace["y"] for trace in figure["data"]] == [[1.0, 2.0], [3.0, 2.0]]
+
+
+def test_numbers_in_tables_are_brief_and_never_nothing_unless_they_are():
+    shown = {
+        0.0: "0.00",
+        0.0042: "0.0042",
+        -0.00021: "-0.00021",
+        0.005: "0.01",
+        0.92: "0.92",
+        22.1: "22.10",
+        284.34: "284.3",
+        1284.4: "1,284",
+        3.4e32: "3.4e+32",
+        math.nan: "nan",
+    }
+    assert {value: brief(value) for value in shown} == shown
+    assert brief(1_234_567) == "1,234,567"
+
+
+def test_scales_that_grow_are_set_against_entropy_as_they_are_at_the_end():
+    """Of heads that all begin at 1, and differ by how λ̂ grows with the length."""
+    entropy, slope = np.array([[1.0, 2.0, 3.0]]), torch.tensor([[0.1, 0.2, 0.4]])
+    curves = SimpleNamespace(
+        positions=np.arange(1.0, 129),
+        length=128,
+        loss=np.ones(128),
+        entropy=np.ones(128),
+        heads={0: entropy.repeat(128, 0).T},
+    )
+    scales = Scales((0,), torch.ones(1, 3), slope, "log", 32)
+    found = SimpleNamespace(
+        curves=curves,
+        scales=scales,
+        label="model",
+        train_length=32,
+        uniform=None,
+        distracted_heads=[],
+        loss_knee=None,
+        entropy_knee=None,
+        smooth_loss=curves.loss,
+        smooth_entropy=curves.entropy,
+    )
+    (points,) = diagnosis_figures([found])["scale_against_entropy"].axes[0].collections
+    assert np.allclose(points.get_offsets(), np.stack((entropy[0], 1 + slope[0].numpy() * math.log(4)), 1))
+    level = replace(scales, slope=torch.full((1, 3), 0.2))
+    assert "scale_against_entropy" not in diagnosis_figures([SimpleNamespace(**{**vars(found), "scales": level})])
+
+
+def test_the_loss_at_a_position_is_one_thing_wherever_it_is_told(capsys):
+    """benchmarks/heldout.py, a study and a diagnosis: the mean over the quarter of a length that ends there."""
+    spec = importlib.util.spec_from_file_location("heldout", ROOT / "benchmarks" / "heldout.py")
+    heldout = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(heldout)
+    curve, positions = np.arange(1.0, 512), np.arange(1, 512)  # the loss at a position is its number
+    passkeys = {str(round(64 * mark)): 0.5 for mark in heldout.MARKS}
+    heldout.show({"model": "m", "train_length": 64, "knee": None, "loss": {"text": curve}, "passkey": passkeys})
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("text"))
+    curves = Curves(positions, curve, {}, windows=1, length=512, every=1)
+    marks = [round(64 * mark) for mark in heldout.MARKS]
+    assert told.split()[1:] == [f"{curves.loss_at(mark, 16):.3f}" for mark in marks]
+    cell = {"train_length": 64, "positions": positions}
+    assert [at(cell, curve, mark) for mark in marks] == [curves.loss_at(mark, 16) for mark in marks]
+    assert at(cell, curve, 32) == np.mean(range(17, 33))
 
 
 def test_a_folder_without_a_record_and_a_broken_one_are_sentences(runs, tmp_path):

@@ -15,6 +15,7 @@ from farspan.errors import FarspanError
 from farspan.methods.headscale import Search
 from farspan.methods.tuning import Tuning
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.report.figures import losses_of_methods
 from farspan.report.study import losses, report
 from farspan.workflows import reproduce as studies
 from farspan.workflows.extending import Extension
@@ -50,6 +51,15 @@ def test_a_method_that_does_not_exist_is_named():
         (dict(grids=("rope-twin",)), r"grids names 'rope-twin', which is not under \[methods\] \(nope-twin\); add it"),
         (dict(methods={}), "methods is empty, and so is the study; name at least one"),
         (dict(seeds=()), "seeds is empty"),
+        (
+            dict(search="a.txt", report=("x/../a.txt",)),
+            r"share no text, and a.txt and x/\.\./a.txt are one file; name each",
+        ),
+        (dict(search="a.txt", choose="a.txt"), "share no text, and a.txt and a.txt are one file"),
+        (
+            dict(report=("a/books.txt", "b/books.jsonl")),
+            "report has texts of one name, books, books, .*; rename a file",
+        ),
     ],
 )
 def test_a_study_whose_cells_could_never_all_be_found_is_refused(wrong, message):
@@ -79,9 +89,29 @@ def test_settings_of_a_study_serve_those_of_its_methods_that_use_them():
     assert [cell.method for cell in cells(study)] == [
         "uniform",
         *["headscale"] * 3,
-        *study.methods["m"][2:4],
+        "logn",
+        *["yarn:tuning.lr=0.5"] * 3,
         *["drope"] * 3,
     ]
+
+
+@pytest.mark.parametrize(
+    ("tune", "method", "seeds"),
+    [
+        ("", "yarn", 1),
+        ("fair", "yarn", 3),
+        ("fair", "yarn:tune=", 1),
+        ("", "yarn:tune=raw", 3),
+        ("fair", "uniform", 1),
+        ("fair", "yarn+uniform", 3),
+        ("", "yarn+headscale", 3),
+        ("", "drope", 3),
+    ],
+)
+def test_what_depends_on_chance_has_every_seed(tune, method, seeds):
+    """By the settings in force, be they the study's own or a variant's."""
+    study = Study({"m": (method,)}, extension=Extension(tune=tune), factors=(2,))
+    assert [cell.seed for cell in cells(study)] == list(range(seeds))
 
 
 @pytest.fixture
@@ -159,7 +189,7 @@ def test_a_study_shows_what_is_finished(tiny):
 
 
 def test_other_text_under_the_same_name_is_measured_anew(tiny):
-    """By its content; and another release of farspan may measure in another way."""
+    """By its content."""
     source, out = str(tiny / "study.toml"), tiny / "out"
     few = ['methods.nope-twin=["none"]', "grids=[]"]
     said: list[str] = []
@@ -175,15 +205,28 @@ def test_other_text_under_the_same_name_is_measured_anew(tiny):
     assert len(said) == 2, "what was measured on the text that is back is still there"
 
 
-def test_another_release_measures_anew(tiny, monkeypatch):
+def test_what_is_computed_in_another_way_is_measured_anew(tiny, monkeypatch):
     source, out = str(tiny / "study.toml"), tiny / "out"
     few = ['methods.nope-twin=["none", "uniform"]', "grids=[]"]
     assert [found["method"] for found in reproduce(source, few, out)] == ["none", "uniform"]
-    monkeypatch.setattr(studies, "__version__", "99")
+    monkeypatch.setattr(studies, "FORMAT", 99)
     said: list[str] = []
     reproduce(source, ['methods.nope-twin=["none"]', "grids=[]"], out, say=said.append)
     assert len(said) == 1
-    assert [found["method"] for found in so_far(source, few, out)] == ["none"], "no table holds results of two releases"
+    assert [found["method"] for found in so_far(source, few, out)] == ["none"], "no table holds results of two formats"
+
+
+def test_a_text_outside_the_folder_has_the_name_of_its_file(tiny):
+    (tiny / "data" / "books_val.jsonl").rename(tiny / "books_val.jsonl")
+    few = ['methods.nope-twin=["none"]', "grids=[]", 'report=["../books_val.jsonl", "pg19_test_a.jsonl"]']
+    (found,) = reproduce(str(tiny / "study.toml"), few, tiny / "out")
+    assert set(found["loss"]) == {"books_val", "pg19_test_a"}
+
+
+def test_a_study_of_variants_alone_is_drawn(tiny):
+    few = ['methods.nope-twin=["headscale:search.init=1.2"]', "grids=[]", "seeds=[0]"]
+    reproduce(str(tiny / "study.toml"), few, tiny / "out")
+    assert (tiny / "out" / "loss.png").exists()
 
 
 def test_a_study_needs_no_file_that_it_does_not_read(tiny, monkeypatch):
@@ -211,6 +254,57 @@ def test_texts_that_are_missing_are_told_before_anything_is_made(tiny):
     with pytest.raises(FarspanError, match=r"books_val.jsonl does not exist, .* folder=PATH"):
         reproduce(str(tiny / "study.toml"), [], tiny / "out")
     assert not (tiny / "out").exists()
+
+
+def measured(model: str, method: str, length: int) -> dict:
+    """A cell of a model trained on so many tokens, and measured on twice as many."""
+    positions = [length * part / 4 for part in range(1, 9)]
+    return {
+        "model": model,
+        "method": method,
+        "factor": 1 if method == "none" else 2,
+        "seed": 0,
+        "train_length": length,
+        "target": 2 * length,
+        "positions": positions,
+        "loss": {"text": [place / 1000 for place in positions]},
+        "entropy": [1.0] * 8,
+        "passkey": {str(length): 1.0, str(2 * length): 0.5},
+        "loss_knee": None,
+        "entropy_knee": None,
+    }
+
+
+def test_models_of_several_training_lengths_have_tables_and_axes_of_their_own():
+    found = [measured(model, "none", length) for model, length in (("a", 512), ("b", 1024), ("c", 512))]
+    text = report(found, [])
+    assert text.count("## Loss on text, in nats, trained on") == 2
+    for length, rows in ((512, ("a", "c")), (1024, ("b",))):
+        (table,) = (
+            part for part in text.split("## ") if part.startswith(f"Loss on text, in nats, trained on {length} ")
+        )
+        assert f"| {length // 2} | {length} | {2 * length} | passkey {length}/{2 * length} |" in table
+        for model in rows:
+            assert f"| {model} | none |  | {length / 2000:.2f} | {length / 1000:.2f} | {length / 500:.2f} |" in table
+        assert table.count("| none |") == len(rows)
+    assert "## Loss on text, in nats\n" in report(found[:1] + found[2:], []), "of one length nothing need be said"
+    figure = losses_of_methods(found)
+    assert [axes.get_xlim()[1] for axes in figure.axes] == [1152, 2304, 1152]
+    assert all(axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes)
+
+
+@pytest.mark.parametrize(
+    ("methods", "drawn"),
+    [
+        (("none", "uniform", "uniform:seed=1"), ["as trained", "uniform"]),
+        (("none", "uniform:seed=1"), ["as trained", "uniform:seed=1"]),
+        (("uniform:seed=1", "uniform:seed=2"), ["uniform:seed=1", "uniform:seed=2"]),
+    ],
+)
+def test_variants_are_drawn_where_nothing_else_was_fitted(methods, drawn):
+    figure = losses_of_methods([measured("a", method, 512) for method in methods])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == drawn
+    assert len([line for line in figure.axes[0].lines if len(line.get_xdata()) == 8]) == len(drawn)
 
 
 def test_scales_and_entropies_are_ranked_within_their_own_layer():

@@ -293,6 +293,7 @@ def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreT
 def quiet() -> Iterator[None]:
     """No progress bars and no advice from transformers: what matters is said by farspan."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    of_hub = huggingface_hub.utils.logging.get_verbosity()
     logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -300,6 +301,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        huggingface_hub.utils.logging.set_verbosity(of_hub)
         if bars:
             logging.enable_progress_bar()
 

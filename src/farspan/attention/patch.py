@@ -58,7 +58,7 @@ class Patch:
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
         """Make the model the patched one, live: weights replaced, rotation rebuilt, scales on the seam.
 
-        What the patch holds is checked before anything changes. It is applied on top of what the model has.
+        What the patch holds is checked before anything changes. The patch's scales replace the model's.
         """
         found = fingerprint(model)
         if found != self.model:

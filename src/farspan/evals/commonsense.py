@@ -24,6 +24,7 @@ from typing import Any
 from farspan.attention.patch import forget_lengths
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.jsonlines import read_rows
+from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
 from farspan.loading import first_line
@@ -88,7 +89,7 @@ class Commonsense:
         return found + [Place(NAME, "average", "average", self.length)] * (len(cells) > 1)
 
     def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
-        batch = self.batch
+        batch = rows_at_once(model, cell.length, self.batch)
         while True:
             try:
                 return self._run(cell, model, tokenizer, batch)

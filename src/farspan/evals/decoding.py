@@ -20,8 +20,7 @@ def continuations(
 ) -> list[list[int]]:
     """At most `tokens` after each prompt [B, T], up to the first of `ends`: greedy, or the best of some beams.
 
-    All prompts are of one length, so that none is padded and none depends on its neighbours. Before the first `least`
-    tokens none ends.
+    All prompts are of one length, so that none is padded. Before the first `least` tokens none ends.
     """
     given = prompts.to(model.device)
     forget_lengths(model)

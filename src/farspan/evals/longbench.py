@@ -21,6 +21,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.evals import metrics
 from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.jsonlines import read_rows
+from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, bootstrap
 from farspan.files import check_unpacked, sha256_of
 from farspan.memory import in_pieces
@@ -129,7 +130,7 @@ class LongBench:
         ]
         told = by_length(
             [ids for ids, _ in asked],
-            max(1, TOGETHER // (cell.length * self.beams)),
+            rows_at_once(model, cell.length, max(1, TOGETHER // (cell.length * self.beams))),
             lambda rows: continuations(model, rows, room, ends=ends, beams=self.beams, least=least),
         )
         samples = []

@@ -24,6 +24,7 @@ from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError
 from farspan.evals.decoding import continuations, end_tokens
+from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
 from farspan.memory import in_pieces
 
@@ -104,7 +105,7 @@ class Needle:
             told = continuations(model, torch.tensor(rows[start:stop]), room, ends=ends)
             said.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in told)
 
-        in_pieces(len(rows), self.batch, some)
+        in_pieces(len(rows), rows_at_once(model, cell.length, self.batch), some)
         return [
             {
                 "eval": NAME,

@@ -2,14 +2,15 @@
 
 The right answer is given to the model a token ahead, and each of its tokens must be the likeliest. That is what greedy
 decoding says as well, in one pass. All texts of a grid begin alike, so what the model makes of their beginning is
-computed once, and each key goes on from there.
+computed once, and each key goes on from there. It is kept by whoever runs the cells, and no longer than they know the
+model to stay as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from farspan.attention.entropy import Scores, kernels_for
 from farspan.attention.patch import forget_lengths
 from farspan.data.passkey import Passkeys, held_out_key
 from farspan.errors import FarspanError
+from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, wilson
 from farspan.memory import in_pieces
 from farspan.model.fast import quick_attention
@@ -52,11 +54,13 @@ class Passkey:
     trained: str = UNKNOWN  # did the model see passkey documents in training? "yes", "no" or "unknown"
     reuse: bool = True  # compute a shared beginning once
     batch: int = BATCH
-    _begun: list[Beginning] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        if self.depths < 1 or self.keys < 1:
-            raise FarspanError(f"{self.depths} depths with {self.keys} keys make no grid; give 1 or more of each")
+        if not self.lengths or self.depths < 1 or self.keys < 1:
+            raise FarspanError(
+                f"{len(self.lengths)} lengths and {self.depths} depths with {self.keys} keys make no grid; "
+                "give 1 or more of each"
+            )
 
     def cells(self) -> list[Cell]:
         """A cell is a length and a depth."""
@@ -73,13 +77,21 @@ class Passkey:
         found = [Place(NAME, NAME, "passkey", length) for length in lengths]
         return found + [Place(NAME, NAME, "passkey_mean", lengths[-1])] * (len(lengths) > 1)
 
-    def run(self, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    def run(
+        self,
+        cell: Cell,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        begun: Beginning | None = None,
+    ) -> list[Sample]:
+        """`begun` is what the cells before this one have computed: with it, the model must be as it was for them."""
         depth = cell.settings["depth"]
         keys, rows, answers = self.documents(cell, tokenizer)
         forget_lengths(model)
-        # Of a key with another first digit: where it parts from the others, what all share has ended.
-        other = Passkeys(tokenizer).document(cell.length, depth, keys[0] + (50_000 if keys[0] < 50_000 else -40_000))
-        said = self._likeliest(model, torch.tensor(rows), torch.tensor([other]), max(answers))
+        begun = begun or Beginning(model)
+        assert begun.model is model
+        begun.reach(self._alike(cell, tokenizer, keys[0], rows))
+        said = self._likeliest(model, torch.tensor(rows), max(answers), begun)
         return [
             {
                 "eval": NAME,
@@ -117,45 +129,51 @@ class Passkey:
                 found.append(_share("passkey_at_depth", length, here, {**tags, "depth": depth, "detail": True}))
         return found
 
+    def _alike(self, cell: Cell, tokenizer: Any, key: int, rows: list[list[int]]) -> Tensor | None:
+        """The rows, and one of a key with another first digit: where it parts from the others, what all share has
+        ended. None where nothing is to be shared."""
+        other = key + (50_000 if key < 50_000 else -40_000)
+        try:
+            parting = Passkeys(tokenizer).document(cell.length, cell.settings["depth"], other)
+        except FarspanError:  # it may take more tokens than the keys that are asked for
+            return None
+        return torch.tensor([*rows, parting]) if self.reuse else None
+
     @torch.no_grad()
-    def _likeliest(self, model: PreTrainedModel, rows: Tensor, other: Tensor, count: int) -> Tensor:
+    def _likeliest(self, model: PreTrainedModel, rows: Tensor, count: int, begun: Beginning) -> Tensor:
         said = torch.empty(len(rows), count, dtype=torch.long)
-        begun = self._beginning(model, torch.cat((rows, other)))
 
         def some(start: int, stop: int) -> None:
             said[start:stop] = likeliest(model, rows[start:stop, begun.shared :], count, begun.branch(stop - start))
 
         with quick_attention() if model.device.type == "cuda" else nullcontext(), begun.attending():
-            in_pieces(len(rows), 1 if model.device.type == "cpu" else self.batch, some)
+            in_pieces(len(rows), rows_at_once(model, rows.shape[1], self.batch), some)
         return said
-
-    def _beginning(self, model: PreTrainedModel, rows: Tensor) -> Beginning:
-        if not self._begun or self._begun[0].model is not model:
-            self._begun[:] = [Beginning(model, use=self.reuse)]
-        self._begun[0].reach(rows)
-        return self._begun[0]
 
 
 class Beginning:
-    """What a model makes of the beginning that texts share: keys and values, grown a chunk at a time and kept.
+    """What a model makes of the beginning that texts share: keys and values, grown a chunk at a time and kept. They are
+    those of the model as it is now, so nothing that outlives a change of its weights, scales or rotation may hold this.
 
     Chunks are always the same, so that what is computed does not depend on which texts came first. A rotation that
     changes with the length leaves nothing to share, nor does a memory that is not a list of keys and values.
     """
 
-    def __init__(self, model: PreTrainedModel, *, use: bool = True):
+    def __init__(self, model: PreTrainedModel):
         self.model = model
         self._tokens: list[int] = []
         self.shared = 0  # tokens of it that the texts at hand begin with
         self._cache = DynamicCache(config=model.config)
         kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}  # a text or, by layer, a dict
         fixed = not any(moving in kind for kind in kinds for moving in MOVING)
-        self._usable = use and fixed and all(type(layer) is DynamicLayer for layer in self._cache.layers)
+        self._usable = fixed and all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
-    def reach(self, rows: Tensor) -> None:
-        """Have ready what all rows [B, T] begin with, in whole chunks; less than a quarter is not worth a mask."""
+    @torch.no_grad()
+    def reach(self, rows: Tensor | None) -> None:
+        """Have ready what all rows [B, T] begin with, in whole chunks; less than a quarter is not worth a mask. Without
+        rows, nothing is shared."""
         self.shared = 0
-        if not self._usable:
+        if rows is None or not self._usable:
             return
         alike = (rows == rows[:1]).all(0).long().cumprod(0).sum()
         shared = min(int(alike), rows.shape[1] - CHUNK) // CHUNK * CHUNK
@@ -257,6 +275,6 @@ def passkey_share(
 
     >>> passkey_share(model, tokenizer, 1024, keys=2)
     """
-    grid = Passkey((length,), depths, keys, seed, batch=batch)
-    hits = [sample["hit"] for cell in grid.cells() for sample in grid.run(cell, model, tokenizer)]
+    grid, begun = Passkey((length,), depths, keys, seed, batch=batch), Beginning(model)
+    hits = [sample["hit"] for cell in grid.cells() for sample in grid.run(cell, model, tokenizer, begun)]
     return sum(hits) / len(hits)

@@ -305,8 +305,8 @@ class Perplexity:
 
 
 def rows_at_once(model: PreTrainedModel, length: int, asked: int | None) -> int:
-    """On a GPU as many rows as make it busy, or as asked for. On the CPU one: it is as fast, and the last bit of a
-    result cannot depend on a row's neighbours."""
+    """How many rows any evaluation gives a model: on a GPU as many as make it busy, or as asked for. On the CPU one, so
+    that the last bit of a result cannot depend on a row's neighbours; only to generate token by token takes longer."""
     if model.device.type == "cpu":
         return 1
     return asked or min(64, max(1, BUSY // length))

@@ -185,7 +185,7 @@ def plan_of(study: Study, cell: Cell) -> Plan:
 
 
 def describe(study: Study, cell: Cell) -> dict[str, Any]:
-    """All that a cell's result depends on."""
+    """All that a cell's result depends on, but for the arithmetic of the device: its products are bf16 on a GPU."""
     train, test = study.ranges(cell.task)
     return {
         "format": FORMAT,
@@ -329,13 +329,15 @@ def _begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM
 def fleets(study: Study, cells: Iterable[Cell], words: Words, most: int) -> list[list[Cell]]:
     """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once.
 
-    A learned table is as long as its task needs, so there tasks train apart.
+    A learned table is as long as its task needs, so there tasks train apart; and what dropout drops is drawn for all of
+    a fleet, so with dropout every model trains alone.
     """
     cells = list(cells)
     widths = {pair: longest_rows(study, *pair, words) for pair in {(cell.task, cell.scratchpad) for cell in cells}}
     alike = defaultdict(list)
     for cell in cells:
-        apart = (cell.task, cell.scratchpad) if cell.encoding == "learned" else ()
+        learned, dropped = cell.encoding == "learned", study.sizes[cell.size].dropout > 0
+        apart = cell if dropped else (cell.task, cell.scratchpad) if learned else ()
         alike[cell.size, cell.encoding, plan_of(study, cell), apart].append(cell)
     found: list[list[Cell]] = []
     for group in alike.values():

@@ -98,7 +98,7 @@ def loss_by_position(model: PreTrainedModel, windows: Tensor, batch: int = 4) ->
 
 
 def scaled_loss(model: PreTrainedModel, windows: Tensor, scales: Scales) -> float:
-    """The mean loss over whole windows, with these scales on the seam."""
+    """The mean loss over whole windows, with these scales on the seam, which is free afterwards."""
     seam.install(model, scales)
     try:
         return float(loss_by_position(model, windows).mean())

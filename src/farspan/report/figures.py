@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def diagnosis_figures(found: Sequence[Any]) -> dict[str, Figure]:
         which = f"_{number}" if len(found) > 1 else ""
         if diagnosis.uniform is None:  # a sweep has too many
             figures[f"heads_by_layer{which}"] = heads_by_layer(diagnosis)
-        if diagnosis.scales is not None and diagnosis.scales.base.std() > 0:
+        if diagnosis.scales is not None and np.ptp(_scales_at_the_end(diagnosis)) > 0:
             figures[f"scale_against_entropy{which}"] = scale_against_entropy(diagnosis)
     return figures
 
@@ -140,9 +140,9 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(2.4 * columns + 0.6, 2.1 * rows + 0.9), layout="constrained")
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-        for axes, layer, row in zip(panels, scales.layers, scales.base.detach().numpy(), strict=False):
+        for axes, layer, row in zip(panels, scales.layers, _scales_at_the_end(diagnosis), strict=False):
             entropy = curves.heads[layer][:, last].mean(1)
-            r = np.corrcoef(entropy, row)[0, 1] if np.std(row) > 0 else np.nan
+            r = np.corrcoef(entropy, row)[0, 1] if np.ptp(row) > 0 else np.nan
             axes.scatter(entropy, row, s=18, color=COLOURS[0], alpha=0.85, lw=0)
             axes.set_title(f"layer {layer}   r = {r:.2f}", loc="left", fontsize=9)
         _leave_out(panels, len(scales.layers), columns)
@@ -150,6 +150,12 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
         figure.supylabel("scale λ̂", fontsize=10)
         figure.suptitle(diagnosis.label, fontsize=11)
     return figure
+
+
+def _scales_at_the_end(diagnosis: Any) -> np.ndarray:
+    """λ̂ of each head [layers, heads] where the curves end: some grow with the number of visible keys."""
+    scales = diagnosis.scales
+    return scales.at(scales.base.new_tensor(diagnosis.curves.length)).detach().numpy()
 
 
 def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) -> Figure:
@@ -176,18 +182,20 @@ def smoothed(curve: np.ndarray, width: int) -> np.ndarray:
 
 
 def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
-    """A study: loss by position under each method, one row a model, one column a target; seeds averaged. Variants of a
-    method, which differ little, are left to the tables. (Paper A, Figures 2 and 4)"""
-    shown = [cell for cell in cells if ":" not in cell["method"]]
+    """A study: loss by position under each method, one row a model, one column a target; seeds averaged. (Paper A,
+    Figures 2 and 4)"""
+    shown = without_variants(cells)
     models = list(dict.fromkeys(cell["model"] for cell in shown))
     factors = sorted({cell["factor"] for cell in shown} - {1}) or [1]
     names = list(dict.fromkeys(cell["method"] for cell in shown))
-    looks = dict(zip(names, [{"color": INK, "ls": "-"}, *_looks(COLOURS)], strict=False))
+    looks = dict(zip(names, cycle([{"color": INK, "ls": "-"}, *_looks(COLOURS)]), strict=False))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.4 * len(factors) + 0.6, 2.7 * len(models) + 0.6), layout="constrained")
-        grid = figure.subplots(len(models), len(factors), sharex=True, sharey="row", squeeze=False)
+        alike = len({cell["train_length"] for cell in shown}) == 1
+        grid = figure.subplots(len(models), len(factors), sharex="all" if alike else "row", sharey="row", squeeze=False)
         for panels, model in zip(grid, models, strict=True):
-            length = next(cell["train_length"] for cell in shown if cell["model"] == model)
+            first = next(cell for cell in shown if cell["model"] == model)
+            length, ends = first["train_length"], first["positions"]
             for axes, factor in zip(panels, factors, strict=True):
                 for name in names:
                     group = [
@@ -200,14 +208,22 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
                 _mark_training(axes, {length}, label=factor == factors[0])
                 axes.axvspan(length, factor * length, color=FAINT, alpha=0.15, lw=0)
                 axes.set_title(f"{model}, to {factor}×" if factor > 1 else model, loc="left")
-                _positions(axes, round(shown[0]["positions"][-1] + shown[0]["positions"][0]))  # middles of bins
+                _positions(axes, round(ends[-1] + ends[0]))  # middles of bins
             panels[0].set_ylabel("loss (nats)")
         for axes in grid[-1]:
             axes.set_xlabel("position (tokens)")
         lines = [mpl.lines.Line2D([], [], lw=1.8, **look) for look in looks.values()]
         told = ["as trained" if name == "none" else name for name in names]
-        figure.legend(lines, told, loc="outside upper left", ncols=len(names), fontsize=9)
+        columns = 1 if any(":" in name for name in names) else len(names)  # names of variants are long
+        figure.legend(lines, told, loc="outside upper left", ncols=columns, fontsize=9)
     return figure
+
+
+def without_variants(cells: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Cells of a study without variants of a method, which differ little and are left to the tables; all, where
+    nothing but variants was fitted."""
+    plain = [cell for cell in cells if ":" not in cell["method"]]
+    return plain if any(cell["method"] != "none" for cell in plain) else cells
 
 
 def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from farspan.record import brief
-from farspan.report.figures import COLOURS, smoothed
+from farspan.report.figures import COLOURS, smoothed, without_variants
 
 Record = Mapping[str, Any]
 Trace = dict[str, Any]
@@ -211,12 +211,11 @@ def _accuracy(cells: Sequence[Record]) -> tuple[list[int], list[float]]:
 
 
 def _studies(runs: Sequence[Run]) -> Iterator[str]:
-    """For each model, target and text the loss under every method, the mean of its seeds; ablations are left out."""
+    """For each model, target and text the loss under every method, the mean of its seeds."""
     for run in runs:
         found: dict[tuple[str, int], dict[str, list[Record]]] = {}
-        for cell in run.record["cells"]:
-            if ":" not in cell["method"]:
-                found.setdefault((cell["model"], cell["factor"]), {}).setdefault(cell["method"], []).append(cell)
+        for cell in without_variants(run.record["cells"]):
+            found.setdefault((cell["model"], cell["factor"]), {}).setdefault(cell["method"], []).append(cell)
         for (model, factor), fitted in found.items():
             if factor > 1:
                 for text in next(iter(fitted.values()))[0]["loss"]:

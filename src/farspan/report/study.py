@@ -13,8 +13,14 @@ Table = tuple[list[str], list[list[str]]]  # head, rows
 
 
 def report(cells: Sequence[Cell], grids: Sequence[dict[str, Any]]) -> str:
-    """All tables of a study, as Markdown."""
-    parts = [(f"Loss on {text}, in nats", losses(cells, text)) for text in cells[0]["loss"]]
+    """All tables of a study, as Markdown; of losses, one for each training length that models have."""
+    lengths = list(dict.fromkeys(cell["train_length"] for cell in cells))
+    parts = []
+    for text in cells[0]["loss"]:
+        for length in lengths:
+            trained = f", trained on {length} tokens" if len(lengths) > 1 else ""
+            alike = [cell for cell in cells if cell["train_length"] == length]
+            parts.append((f"Loss on {text}, in nats{trained}", losses(alike, text)))
     parts.append(("Scales, knees and entropy", heads(cells)))
     if grids:
         parts.append(("The best λ̂ by position: 1 + slope · ln s", laws(grids)))
@@ -27,7 +33,8 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def losses(cells: Sequence[Cell], text: str) -> Table:
-    """Loss at the doublings of the training length, and passkeys; seeds averaged, with half their range."""
+    """Loss at the doublings of the training length, which all cells have in common, and passkeys; seeds averaged, with
+    half their range."""
     first = cells[0]
     head = ["model", "method", "for", *map(str, marks_of(first)), "passkey " + "/".join(first["passkey"])]
     rows = []
@@ -75,9 +82,19 @@ def line_of(cell: Cell) -> str:
 
 
 def at(cell: Cell, curve: Sequence[float], mark: int) -> float:
-    """The mean of a curve over the quarter of the training length before a position."""
-    positions = np.array(cell["positions"])
-    near = (positions > mark - cell["train_length"] / 4) & (positions <= mark)
+    """The mean of a curve of a cell over the quarter of the training length before a position."""
+    return quarter_before(mark, cell["train_length"], cell["positions"], curve)
+
+
+def quarter_before(mark: int, train_length: int, positions: Sequence[float], curve: Sequence[float]) -> float:
+    """The mean of a curve over the quarter of the training length that ends with a position, which is the number of
+    tokens that the model has seen there.
+
+    >>> quarter_before(8, 16, [5, 6, 7, 8], [1.0, 2.0, 3.0, 6.0])
+    3.0
+    """
+    places, span = np.array(positions), max(1, train_length // 4)
+    near = (places > mark - span) & (places <= mark)
     return float(np.array(curve)[near].mean())
 
 

@@ -68,12 +68,12 @@ def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: N
     SIGTERM saves and raises PreemptedError. A loss that is no number, or runs away, raises with the layer's name, and
     the run's folder holds the last checkpoint, if there was one.
     """
-    with _alone(run):
+    with alone(run):
         return _train(work, plan, run, listen)
 
 
 @contextlib.contextmanager
-def _alone(run: Path) -> Iterator[None]:
+def alone(run: Path) -> Iterator[None]:
     """One command at a time trains in a folder: another would sweep away what this one is writing."""
     if not processes().is_main_process:
         yield

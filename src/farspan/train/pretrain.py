@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from farspan.train.sharding import data_parallel, processes, shard
 from farspan.train.steps import Work
 
 RECIPE = "recipe.toml"
+SAME_TEXT = "# its first rows: "  # the line of a run's recipe that tells one text, and one tokenizer, from another
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,10 @@ def pretrain(
     config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
     model = build(recipe, config).to(state.device)
     work = pretraining(recipe, model, prepared)
+    rows = first_rows(prepared)
+    refuse_other_text(rows, run)
     if state.is_main_process and not (run / RECIPE).exists():
-        write_text(run / RECIPE, to_toml(recipe))
+        write_text(run / RECIPE, f"{to_toml(recipe)}\n{SAME_TEXT}{rows}\n")
     try:
         metrics = train(work, recipe.plan, run, listen)
     except RuntimeError as error:
@@ -294,6 +298,21 @@ def refuse_another(recipe: Pretraining, run: Path) -> None:
         return
     if run.exists() and any(path.name[0] != "." for path in run.iterdir()):  # a killed run's litter is nobody's
         raise FarspanError(f"{run} is not empty and holds no run of farspan's; choose another folder with -o")
+
+
+def first_rows(prepared: Prepared) -> str:
+    return hashlib.sha256(prepared.mixture.rows(0, 64).numpy().tobytes()).hexdigest()[:16]
+
+
+def refuse_other_text(rows: str, run: Path) -> None:
+    """Text may move between a run and its resumption, not change: a folder's name says nothing of what is in it."""
+    there = (run / RECIPE).read_text(encoding="utf-8").splitlines() if (run / RECIPE).exists() else []
+    known = [line.removeprefix(SAME_TEXT) for line in there if line.startswith(SAME_TEXT)]
+    if known and known != [rows]:
+        raise FarspanError(
+            f"{run} was trained on other rows ({known[0]}) than its text gives now ({rows}): the text or its tokenizer "
+            "has changed; bring them back, or choose another folder with -o"
+        )
 
 
 def first_difference(one: object, other: object, prefix: str = "") -> tuple[str, object, object] | None:

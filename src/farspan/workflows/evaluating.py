@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from farspan import __version__
 from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.cells import Cells, check_folder, finish, key_of, sweep
@@ -29,7 +28,7 @@ from farspan.diagnosis.curves import broken_weight
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
-from farspan.evals.passkey import UNKNOWN, grid_lengths
+from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import write_text
@@ -47,6 +46,7 @@ from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import NO_PASSKEYS, PASSKEYS
 from farspan.workflows.suites import Scope, Subject, Suite, check_used, find_suite, named_texts
 
+FORMAT = 1  # of cells; raised whenever what a cell of any evaluation computes changes
 COMPILES = 1e16  # tokens × parameters of work, from which on compiling pays on a GPU
 
 
@@ -127,8 +127,9 @@ def evaluate(
     if vs is not None:
         _check_base(vs, position=position, trust_remote_code=trust_remote_code)
 
+    place = device or state.device
+
     def subject(name: str | Path) -> Subject:
-        place = device or state.device
         return _subject(name, position=position, device=place, trust_remote_code=trust_remote_code)
 
     first = subject(source)
@@ -163,7 +164,8 @@ def evaluate(
         found = replace(found, base=second.name, base_scores=base_scores, notes=notes)
     found = replace(found, verdicts=tuple(judge(gate, found.scores, found.base_scores) for gate in gates))
     if state.is_main_process:
-        _write(found, samples, {"identities": identities, "require": list(require), **_settings(scope)})
+        how = {"identities": identities, "require": list(require), "device": torch.device(place).type}
+        _write(found, samples, how | _settings(scope))
     state.wait_for_everyone()
     return found
 
@@ -308,11 +310,12 @@ def _notes(subject: Subject, scope: Scope, evaluations: Sequence[Eval]) -> tuple
 
 def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progress: Progress) -> list[list[Sample]]:
     """The samples of each evaluation. First what nobody is at, length by length; then what others have claimed."""
-    # Another release of farspan may define an evaluation in another way.
-    known = {"farspan": __version__, "model": dict(subject.identity)}
+    known = {"format": FORMAT, "model": dict(subject.identity)}
     todo = [{key_of({**known, **asdict(cell)}): (each, cell) for cell in each.cells()} for each in evaluations]
     everything = {key: item for some in todo for key, item in some.items()}
     advance, seen = progress(subject.name, len(everything)), set()
+    # What passkeys share is kept for this run alone, through which the model stays as it is.
+    begun = Beginning(subject.model) if any(isinstance(each, Passkey) for each in evaluations) else None
 
     def done(key: str) -> None:
         if key not in seen:
@@ -321,7 +324,7 @@ def _measured(subject: Subject, evaluations: Sequence[Eval], cells: Cells, progr
             advance(1, " ".join(dict.fromkeys((cell.eval, cell.task, f"@{cell.length}"))))
 
     def work(item: tuple[Eval, Cell]) -> dict[str, Any]:
-        return {"samples": _run(subject, *item)}
+        return {"samples": _run(subject, *item, begun)}
 
     def describe(item: tuple[Eval, Cell]) -> dict[str, Any]:
         return {**known, "name": subject.name, **asdict(item[1])}
@@ -346,8 +349,10 @@ def _quickly(model: PreTrainedModel, cells: Sequence[Cell]) -> AbstractContextMa
     return compiled_layers(model) if tokens * model.num_parameters() >= COMPILES else nullcontext()
 
 
-def _run(subject: Subject, evaluation: Eval, cell: Cell) -> list[Sample]:
+def _run(subject: Subject, evaluation: Eval, cell: Cell, begun: Beginning | None) -> list[Sample]:
     try:
+        if isinstance(evaluation, Passkey):
+            return evaluation.run(cell, subject.model, subject.tokenizer, begun)
         return evaluation.run(cell, subject.model, subject.tokenizer)
     except (IndexError, RuntimeError) as error:
         why = "memory is short" if out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"

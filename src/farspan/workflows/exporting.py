@@ -121,11 +121,15 @@ def export(
         _check(proofs, format)
         size = sum(file.stat().st_size for file in new.rglob("*") if file.is_file())
         done = Exported(Path(out), format, size, proofs)
-        settings = {"source": str(source), "format": format, "device": device}
+        settings = {"source": Path(source).name, "format": format, "device": device}
         if FORMATS[format].typed:
             settings["dtype"] = dtype
-        results = {"patch": patch.for_others().describe() if patch else None, **done.to_json()}
-        write_record(new / "record.json", "export", settings, results)
+        results = {
+            "patch": patch.for_others().describe() if patch else None,
+            **done.to_json(),
+            "folder": Path(out).name,
+        }
+        write_record(new / "record.json", "export", settings, results, arguments=())  # they name places on this disk
         write_text(new / "README.md", _card(job, done))
     return done
 
@@ -285,7 +289,7 @@ def _card(job: Job, done: Exported) -> str:
         "## Again",
         "",
         "```",
-        f"farspan export {job.source} -o {done.folder} --format {done.format}",
+        f"farspan export {job.source.name} -o {done.folder.name} --format {done.format}",
         "```",
         "",
     ]

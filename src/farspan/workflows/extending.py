@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
+from farspan.train.loop import alone
 from farspan.train.sharding import processes
 from farspan.workflows.inspection import longest, scaled_by_default
 from farspan.workflows.inspection import train_length as trained_on
@@ -175,6 +177,11 @@ def extend(
     model, tokenizer = fresh()
     ready()
     length = _checked_length(source, to, train_length or trained_on(model.config), longest(model))
+    if "dynamic-ntk" in names and length != trained_on(model.config):  # transformers' code reads the config alone
+        raise FarspanError(
+            f"dynamic-ntk begins where the config of {source} has positions end, at {trained_on(model.config)}, "
+            f"whatever --train-length {length} says; leave that away, or choose ntk or yarn"
+        )
     layers = probe(model)
     notes = (*_suited(names, layers, str(source)), *_idle(names, layers, how))
     splits = _splits(data, tokenizer, to, how)
@@ -219,7 +226,7 @@ def extend(
                 write_text(new / "recipe.toml", to_toml(how))
                 proof, effect = _prove(new, model, fresh()[0], report[:1])
                 found = replace(found, proof=proof, effect=effect)
-                _record(new, found, job, how, method, splits)
+                _record(new, found, job, how, method, splits, model.device.type)
         state.wait_for_everyone()
     return found
 
@@ -261,22 +268,23 @@ def _searching(job: Job, how: Extension, method: str) -> Iterator[None]:
     file = folder / "claim.toml"  # what sets one search apart from another
     if file.exists() and file.read_text(encoding="utf-8") != mine:
         raise FarspanError(f"{folder} holds the unfinished search of another extension; finish that one, or remove it")
-    state = processes()
-    if state.is_main_process:
-        write_text(file, mine)
-    try:
-        yield
-    except BaseException as error:
-        if state.is_main_process and not list(folder.glob("*/checkpoints/step-*")):
+    first = processes().is_main_process
+    with alone(folder):
+        if first:
+            write_text(file, mine)
+        try:
+            yield
+        except BaseException as error:
+            if first and not list(folder.glob("*/checkpoints/step-*")):
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, RuntimeError) and out_of_memory(error):
+                raise FarspanError(
+                    f"memory does not reach for windows of {job.search.shape[1]} tokens; give the same command with "
+                    f"{_smaller(method.split('+'), how)}a shorter target than {job.target}"
+                ) from error
+            raise
+        if first:
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, RuntimeError) and out_of_memory(error):
-            raise FarspanError(
-                f"memory does not reach for windows of {job.search.shape[1]} tokens; give the same command with "
-                f"{_smaller(method.split('+'), how)}a shorter target than {job.target}"
-            ) from error
-        raise
-    if state.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _smaller(names: Sequence[str], how: Extension) -> str:
@@ -399,8 +407,9 @@ def _splits(
         raise FarspanError(
             f"text is named {', '.join(data)}; give one corpus, or three as search=PATH, choose=PATH and report=PATH"
         )
-    if str(data["report"]) in (str(data["search"]), str(data["choose"])):
-        raise FarspanError(f"report={data['report']} was searched or chosen by, too; report on other text")
+    for one, other in combinations(lengths, 2):
+        if Path(data[one]).resolve() == Path(data[other]).resolve():
+            raise FarspanError(f"{one}={data[one]} and {other}={data[other]} are the same text; give three that differ")
     return {name: cut_windows(read_documents(data[name]), tokenizer, lengths[name], limits[name]) for name in lengths}
 
 
@@ -505,7 +514,13 @@ def _is_identity(patch: Patch) -> bool:
 
 
 def _record(
-    folder: Path, found: Extended, job: Job, how: Extension, method: str, splits: Mapping[str, Windows]
+    folder: Path,
+    found: Extended,
+    job: Job,
+    how: Extension,
+    method: str,
+    splits: Mapping[str, Windows],
+    device: str,
 ) -> None:
     figures.save(figures.loss_curves(found.curves, job.train_length, str(job.name)), folder / "before_after")
     write_record(
@@ -517,6 +532,7 @@ def _record(
             "method": method,
             "train_length": job.train_length,
             "position": job.position,
+            "device": device,
             "recipe": asdict(how),
         },
         {

@@ -68,11 +68,10 @@ def generate(
     }
     if temperature > 0:
         given |= {"temperature": temperature, "top_k": 0}  # of all tokens, and not of transformers' fifty likeliest
-    torch.manual_seed(seed)
-    return _pieces(model, tokenizer, given)
+    return _pieces(model, tokenizer, given, seed)
 
 
-def _pieces(model: PreTrainedModel, tokenizer, options: dict) -> Iterator[str]:
+def _pieces(model: PreTrainedModel, tokenizer, options: dict, seed: int) -> Iterator[str]:
     """What `model.generate` says, as it says it: it runs in a thread, and stops when nobody listens any more."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     left = threading.Event()
@@ -80,7 +79,8 @@ def _pieces(model: PreTrainedModel, tokenizer, options: dict) -> Iterator[str]:
 
     def work() -> None:
         try:
-            with quiet(), own_settings_set_aside(model):
+            with quiet(), own_settings_set_aside(model), torch.random.fork_rng():
+                torch.manual_seed(seed)
                 model.generate(
                     **options,
                     streamer=streamer,

@@ -199,10 +199,9 @@ def built_in_temperature(config: PreTrainedConfig) -> str | None:
 
 
 def train_length(config: PreTrainedConfig) -> int | None:
-    """The length the model was trained on, as far as its config tells."""
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    """The length the model was trained on, as far as its config tells: what it says of positions as a whole, for the
+    length that a rope was stretched from (Llama 3.1's 8,192 of 131,072) was trained beyond."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def longest(model: PreTrainedModel) -> int | None:

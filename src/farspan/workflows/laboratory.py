@@ -267,7 +267,7 @@ class _Bench:
                 "parameters": fleet.weights.shape[1],
                 "fleet": len(fleet),
                 "seconds": round(trained / len(fleet), 2),  # of training, a model
-                "device": environment()["device"],
+                "device": environment(self.device)["device"],
             }
             if self.study.save:
                 model = fleet.model(index)
@@ -369,8 +369,9 @@ class Estimate:
 
 def estimate(study: Study, device: str | None = None) -> list[Estimate]:
     """What a study's networks ask for."""
-    words, on_gpu = Words(), torch.device(chosen_device(device)).type == "cuda"
-    rate, lineup = matrix_rate(on_gpu), fleets(study, cells_of(study), words, study.fleet if on_gpu else 1)
+    words, device = Words(), chosen_device(device)
+    on_gpu = torch.device(device).type == "cuda"
+    rate, lineup = matrix_rate(on_gpu, device), fleets(study, cells_of(study), words, study.fleet if on_gpu else 1)
     found: dict[tuple[str, str], list[list[Cell]]] = {}
     for fleet in lineup:
         found.setdefault((fleet[0].encoding, fleet[0].size), []).append(fleet)

@@ -88,7 +88,7 @@ def estimate(recipe: Pretraining) -> Estimate:
         parameters * (4 + 4 + states) / shared / GIB,
         kept / GIB,
         _megabytes(recipe),
-        count * matrix_rate(narrow),
+        count * matrix_rate(narrow, chosen_device(None)),
     )
 
 
@@ -101,9 +101,8 @@ def _megabytes(recipe: Pretraining) -> float | None:
     return sum(part.stat().st_size for part in parts) / 1e6
 
 
-def matrix_rate(narrow: bool) -> float:
+def matrix_rate(narrow: bool, device: str) -> float:
     """FLOP/s of a large matrix product here and now."""
-    device = chosen_device(None)
     size = 8192 if device == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if narrow else torch.float32)
     count = 20 if device == "cuda" else 3

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan import __version__
 from farspan.attention.patch import Patch
 from farspan.cells import WAIT, Cells, check_folder, key_of, sweep
 from farspan.data.documents import read_documents
@@ -41,6 +40,7 @@ from farspan.train.corpus import data_folder
 from farspan.workflows.extending import (
     BEYOND,
     METHODS,
+    USES,
     Extension,
     check_combination,
     check_used,
@@ -52,6 +52,7 @@ from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import pretrain, read_recipe
 
 SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "study"
+FORMAT = 1  # of cells and grids; raised whenever what one computes changes, by its method or by how it is measured
 PROMPTS = 16  # at once
 BINS_INSIDE = 16  # bins of positions to a training length, in what a cell keeps
 
@@ -90,6 +91,38 @@ class Study:
             if model not in self.methods:
                 known = ", ".join(self.methods)
                 raise FarspanError(f"grids names {model!r}, which is not under [methods] ({known}); add it there")
+        self._check_texts()
+
+    def path(self, file: str) -> Path:
+        return data_folder(self.folder) / file
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return self.search, self.choose, *self.report
+
+    def _check_texts(self) -> None:
+        """What was searched or chosen by is not reported on, and each text that is has a name of its own."""
+        places = [self.path(file).resolve() for file in self.files]
+        twice = [file for file, place in zip(self.files, places, strict=True) if places.count(place) > 1]
+        if twice:
+            raise FarspanError(
+                f"search, choose and report are to share no text, and {' and '.join(twice)} are one file; "
+                "name each once"
+            )
+        names = [text_name(file) for file in self.report]
+        if len(set(names)) < len(names):
+            raise FarspanError(
+                f"report has texts of one name, {', '.join(names)}, by which results are told apart; rename a file"
+            )
+
+
+def text_name(file: str) -> str:
+    """The name under which the losses on a text are told.
+
+    >>> text_name("../books_val.jsonl.xz")
+    'books_val'
+    """
+    return Path(file).name.partition(".")[0] or file
 
 
 @dataclass(frozen=True)
@@ -123,7 +156,7 @@ def grids(study: Study) -> list[Grid]:
     return found
 
 
-CHANCE = ("headscale", "headlog", "drope", "tune=")  # what makes a method depend on its seed
+STEPPING = ("headscale", "headlog", "drope")  # methods that take steps whatever `tune` says
 
 
 def cells(study: Study) -> list[Cell]:
@@ -140,9 +173,22 @@ def cells(study: Study) -> list[Cell]:
                 found.append(Cell(model, method, 1, 0))
                 continue
             _check_method(study, model, method)
-            seeds = study.seeds if any(word in method for word in CHANCE) else study.seeds[:1]
+            seeds = study.seeds if _by_chance(study, method) else study.seeds[:1]
             found += [Cell(model, method, factor, seed) for factor in study.factors for seed in seeds]
     return found
+
+
+def _by_chance(study: Study, method: str) -> bool:
+    """Does what a method finds depend on its seed, by which steps draw their text?"""
+    tuned = bool(_in_force(study.extension, method).tune)
+    names = method.partition(":")[0].split("+")
+    return any(name in STEPPING or (tuned and "tune" in USES[name]) for name in names)
+
+
+def _in_force(how: Extension, method: str) -> Extension:
+    """The settings of a method: the study's own, and what its variant changes."""
+    variant = method.partition(":")[2]
+    return changed(how, variant.split(",")) if variant else how
 
 
 def _check_method(study: Study, model: str, method: str) -> None:
@@ -154,7 +200,7 @@ def _check_method(study: Study, model: str, method: str) -> None:
         raise FarspanError(f"methods.{model} names {method!r}, and none is the model as it is; give it alone")
     check_combination(name)
     if variant:
-        check_used(names, changed(study.extension, variant.split(",")), study.extension)
+        check_used(names, _in_force(study.extension, method), study.extension)
 
 
 def read_study(source: str, changes: list[str]) -> Study:
@@ -223,14 +269,14 @@ def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, A
 
 
 def _of_last_run(study: Study, out: Path) -> list[dict[str, Any]]:
-    """The results of this study in a folder, oldest first; those by another release of farspan or on other text than
-    the last one are left away, for no table could hold both."""
+    """The results of this study in a folder, oldest first; those of another format or on other text than the last
+    one are left away, for no table could hold both."""
     found = []
     for file in sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime):
         result = Cells(out).get(file.stem)
         told = read_json(file)["description"] if result is not None else {}
         if result is not None and told.get("settings") == _settings(study):
-            found.append(((told.get("farspan"), told.get("texts")), result))
+            found.append(((told.get("format"), told.get("texts")), result))
     return [result for run, result in found if run == found[-1][0]]
 
 
@@ -247,8 +293,8 @@ def _written(items: list[Cell | Grid], found: dict[Cell | Grid, dict[str, Any]],
 
 
 def _described(texts: Texts, item: Cell | Grid, folder: Path) -> dict[str, Any]:
-    """All that a result depends on. Another release of farspan may fit or measure in another way."""
-    known = {"farspan": __version__, "settings": _settings(texts.study), "texts": texts.hashes}
+    """All that a result depends on."""
+    known = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
     return {**asdict(item), **known, "weights": _weights(folder)}
 
 
@@ -304,28 +350,21 @@ class Texts:
         asked = (file, model, length, limit)
         if asked not in self._read:
             self._read = {key: ids for key, ids in self._read.items() if key[1] == model}  # the last model's are done
-            self._read[asked] = cut_windows(read_documents(self._path(file)), tokenizer, length, limit).ids
+            self._read[asked] = cut_windows(read_documents(self.study.path(file)), tokenizer, length, limit).ids
         return self._read[asked]
 
     def check(self) -> None:
         """Refuse a study whose texts are not there, before anything is trained."""
-        for file in self._names:
-            if not (path := self._path(file)).exists():
+        for file in self.study.files:
+            if not (path := self.study.path(file)).exists():
                 raise FarspanError(f"{path} does not exist, and the study reads it; say where it lies with folder=PATH")
 
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
         """The SHA-256 of the files of every text: a name does not tell what is in it."""
-        paths = {name: self._path(name) for name in self._names}
+        paths = {name: self.study.path(name) for name in self.study.files}
         files = {name: [path] if path.is_file() else sorted(path.rglob("*")) for name, path in paths.items()}
         return {name: [sha256_of(file) for file in some if file.is_file()] for name, some in files.items()}
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return self.study.search, self.study.choose, *self.study.report
-
-    def _path(self, file: str) -> Path:
-        return data_folder(self.study.folder) / file
 
 
 def _run(texts: Texts, cell: Cell, folder: Path, device: str, progress: Progress) -> dict[str, Any]:
@@ -352,11 +391,8 @@ def _fit(
     progress: Progress,
 ) -> Patch:
     """The method's patch, live on the model."""
-    method, _, variant = cell.method.partition(":")
-    study = texts.study
-    how = replace(study.extension, seed=cell.seed)
-    if variant:
-        how = changed(how, variant.split(","))
+    method, study = cell.method.partition(":")[0], texts.study
+    how = _in_force(replace(study.extension, seed=cell.seed), cell.method)
     target = length * cell.factor
     search = texts.windows(study.search, cell.model, tokenizer, round(BEYOND * target), how.search_windows)
     choose = texts.windows(study.choose, cell.model, tokenizer, target, how.choose_windows)
@@ -382,7 +418,7 @@ def _measured(
     for file in study.report:
         ids = texts.windows(file, cell.model, tokenizer, reach, study.report_windows)
         curves = measure(model, ids, bins=bins)
-        found["loss"][file.partition(".")[0]] = curves.loss.round(4).tolist()
+        found["loss"][text_name(file)] = curves.loss.round(4).tolist()
         if file == study.report[0]:
             found["positions"] = curves.positions.round(1).tolist()
             found["entropy"] = curves.entropy.round(4).tolist()

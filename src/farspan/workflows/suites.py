@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.data.passkey import SCORED, Passkeys
 from farspan.errors import FarspanError
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.longbench import LongBench
@@ -78,6 +79,12 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
 
 def _passkey(depths: int, keys: int) -> Build:
     def build(subject: Subject, scope: Scope) -> Eval:
+        if not scope.grid:
+            shortest = Passkeys(subject.tokenizer).shortest_of(SCORED)
+            raise FarspanError(
+                f"a passkey text takes {shortest} tokens, and the position table of {subject.name} ends at "
+                f"{subject.limit}; choose a suite without passkeys, as perplexity"
+            )
         grid = Passkey(scope.grid, depths, keys, scope.seed, subject.trained)
         for cell in grid.cells()[:depths]:  # of the shortest length, which is refused now if it has no room
             grid.documents(cell, subject.tokenizer)
