@@ -15,7 +15,8 @@ from families import FAMILIES
 from farspan import cli
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
-from farspan.errors import FarspanError
+from farspan.errors import CorruptError, FarspanError
+from farspan.loading import TWINS
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +232,67 @@ def patch_for_another_model(folder: Path) -> Path:
     return folder / "patch"
 
 
+def patch_without_scales(folder: Path) -> Path:
+    (folder / "patch" / "scales.safetensors").unlink()
+    return folder / "patch"
+
+
+def other_shapes(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", intermediate_size=64)
+    return folder / "whole"
+
+
+def layers_left_out(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", num_hidden_layers=2, position="none", layer_types=None)
+    return folder / "whole"
+
+
+def empty_tokenizer(folder: Path) -> Path:
+    (folder / "whole" / "tokenizer.json").write_text("")
+    return folder / "whole"
+
+
+def tokenizer_of_nothing(folder: Path) -> Path:
+    (folder / "whole" / "tokenizer.json").write_text("{}")
+    return folder / "whole"
+
+
+def broken_tokenizer_config(folder: Path) -> Path:
+    shutil.copy(TWINS / "nope-twin" / "tokenizer.json", folder / "whole")
+    (folder / "whole" / "tokenizer_config.json").write_text('{"a": ')
+    return folder / "whole"
+
+
+def _patch_saying(folder: Path, **changes) -> Path:
+    edit(folder / "patch" / "patch.json", **changes)
+    return folder / "patch"
+
+
+def trained_on_nothing(folder: Path) -> Path:
+    return _patch_saying(folder, train_length=0)
+
+
+def target_below_zero(folder: Path) -> Path:
+    return _patch_saying(folder, target=-3)
+
+
+def target_in_fractions(folder: Path) -> Path:
+    return _patch_saying(folder, target=640.7)
+
+
+def rope_by_nothing(folder: Path) -> Path:
+    return _patch_saying(folder, rope={"rope_type": "linear", "factor": 0})
+
+
+def unknown_basis(folder: Path) -> Path:
+    text = json.loads((folder / "patch" / "patch.json").read_text())
+    return _patch_saying(folder, scales={**text["scales"], "basis": "cubic"})
+
+
+def scales_of_integers(folder: Path) -> Path:
+    return _patch_with(folder, torch.ones(4, 4, dtype=torch.int64))
+
+
 CASES = [
     (no_config, 2, "holds no config.json"),
     (pickle_only, 2, "pickle.*convert it to safetensors"),
@@ -252,10 +314,19 @@ CASES = [
     (nowhere, 2, "neither a folder nor a hub id"),
     (broken_gguf, 4, "is no whole GGUF file"),
     (misspelt_twin, 2, "the nearest twin is nope-twin"),
-    (scales_of_wrong_shape, 2, r"shape \[3, 4\] for 4 layers"),
-    (scales_not_positive, 2, "falls to -1"),
-    (scales_nan, 2, "NaN or infinity"),
-    (scales_of_other_heads, 2, "8 heads and layer 0 has 4"),
+    (scales_of_wrong_shape, 4, r"/patch is not a whole patch .*shape \[3, 4\] for 4 layers"),
+    (scales_not_positive, 4, "/patch is not a whole patch .*falls to -1"),
+    (scales_nan, 4, "/patch is not a whole patch .*NaN or infinity"),
+    (scales_of_other_heads, 4, "/patch is not a whole patch .*8 heads and layer 0 has 4"),
+    (scales_of_integers, 4, "/patch is not a whole patch .*is torch.int64"),
+    (unknown_basis, 4, "/patch is not a whole patch .*'cubic' is unknown"),
+    (trained_on_nothing, 4, "/patch is not a whole patch .*train_length is 0"),
+    (target_below_zero, 4, "/patch is not a whole patch .*target is -3"),
+    (target_in_fractions, 4, "/patch is not a whole patch .*target is 640.7"),
+    (rope_by_nothing, 4, "/patch is not a whole patch .*factor is 0"),
+    (patch_without_scales, 4, r"/patch is not a whole patch \(scales.safetensors is missing\)"),
+    (other_shapes, 4, r"mlp.down_proj.weight as \[32, 48\] and its config asks for \[32, 64\]"),
+    (layers_left_out, 4, "18 weights of layers that its config leaves out, 'model.layers.2.input_layernorm.weight'"),
     (scales_truncated, 4, "not a whole safetensors file"),
     (folder_for_a_file, 4, "cannot be read"),
     (truncated_beside_an_index, 4, "not a whole safetensors file"),
@@ -263,8 +334,11 @@ CASES = [
     (deep_json, 4, "cannot be read"),
     (patch_of_itself, 2, "load its base model"),
     (patch_with_broken_rope, 4, "not a whole patch"),
-    (patch_with_unknown_rope, 2, "'spiral' is unknown"),
-    (patch_for_another_model, 2, "fitted on weights 000000000000.*own base model"),
+    (patch_with_unknown_rope, 4, "/patch is not a whole patch .*'spiral' is unknown"),
+    (patch_for_another_model, 2, "patch in .*/patch names .*/whole as its base, .* is another model .*000000000000"),
+    (empty_tokenizer, 4, "tokenizer.json is not valid JSON"),
+    (tokenizer_of_nothing, 4, "tokenizer.json holds no tokenizer"),
+    (broken_tokenizer_config, 4, "tokenizer_config.json is not valid JSON"),
 ]
 
 
@@ -344,6 +418,10 @@ def test_a_config_of_wrong_types_is_one_sentence(changes: dict, damaged: Path, c
 
 def test_a_patch_folder_is_a_model(checkpoints: Path):
     found = farspan.inspect(checkpoints / "patch")
+    assert found.patch["method"] == "test"
+    assert found.patch["scales"]["mean"] == pytest.approx(1.2)
+    assert "patched by test for 128 tokens: attention scales of 4 layers: least 1.200" in found.warnings[0]
+    assert farspan.inspect(checkpoints / "whole").to_json()["patch"] is None
     assert {layer.position for layer in found.layers} == {"none"}
     from farspan.attention import seam
 
@@ -388,6 +466,49 @@ def test_a_model_that_is_not_finite_is_one_sentence(
     assert "turns nan at position 1, and model.layers.2.mlp.up_proj.weight holds NaN or infinity" in said
     assert said.count("\n") == 1
     assert not list(tmp_path.iterdir()), "nothing written"
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "generate --temperature 1", "export --format stock"])
+def test_weights_that_are_not_finite_are_named(command: str, infinite: Path, tmp_path, capsys, monkeypatch):
+    verb, *options = command.split()
+    more = {"inspect": [], "generate": ["--prompt", "hi"], "export": ["-o", str(tmp_path / "out")]}[verb]
+    status, said = refusal(capsys, monkeypatch, verb, str(infinite), *options, *more)
+    assert status == 4
+    assert "are not finite, for model.layers.2.mlp.up_proj.weight holds NaN or infinity" in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "nothing written"
+
+
+def test_a_temperature_too_small_to_divide_by_is_one_sentence(capsys, monkeypatch):
+    status, said = refusal(capsys, monkeypatch, *["generate", "nope-twin", "--prompt", "hi", "--temperature", "1e-320"])
+    assert status == 2
+    assert "is too small to divide by" in said
+    assert list(farspan.generate("nope-twin", "hi", tokens=2, temperature=1e-6))
+
+
+@pytest.mark.parametrize("name", ["llama", "farspan-rope", "gpt2", "gemma3", "kimi-linear"])
+def test_leftovers_that_do_no_harm_are_loaded(name: str, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    next(each for each in FAMILIES if each.name == name).build().save_pretrained(tmp_path)
+    weights, more = tmp_path / "model.safetensors", torch.ones(4)
+    tensors = load_file(weights)
+    tensors |= {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": more,
+        "vision_tower.layers.40.norm.weight": more.clone(),
+    }
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert farspan.load(tmp_path).model is not None
+
+
+@pytest.mark.parametrize("base_alone", [False, True])
+def test_layers_that_a_config_leaves_out_are_missed_in_every_naming(base_alone: bool, tmp_path):
+    model = next(each for each in FAMILIES if each.name == "gpt2").build()
+    (model.transformer if base_alone else model).save_pretrained(tmp_path)
+    farspan.load(tmp_path)
+    edit(tmp_path / "config.json", n_layer=3)
+    with pytest.raises(CorruptError, match=r"11 weights of layers that its config leaves out, '(transformer\.)?h\.3\."):
+        farspan.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.cells import Cells, finish, key_of, sweep
+from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.errors import FarspanError
 
 VALUES = st.recursive(
@@ -218,3 +218,34 @@ def test_a_thousand_cells_raced_by_four_processes_that_are_killed_at_random(tmp_
     times = Counter(int(line) for log in logs.iterdir() for line in log.read_text().split())
     assert set(times) == set(range(NUMBERS))
     assert sum(times.values()) - NUMBERS <= kills, "a cell was computed twice without a kill"
+
+
+def test_a_command_that_is_asked_to_stop_says_how_to_go_on(tmp_path):
+    """`lab run` on a CPU: exit code 75, nothing claimed any more, and the same command finishes."""
+    command = [sys.executable, "-m", "farspan", "lab", "run", "lab-tiny", "processes=1", "-o", str(tmp_path / "lab")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    claims = tmp_path / "lab" / "claims"
+    while process.poll() is None and not (claims.is_dir() and any(claims.iterdir())):
+        time.sleep(0.1)
+    time.sleep(1)  # the first model is being trained
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopped by SIGTERM; what is finished is in" in said
+    assert "Traceback" not in said
+    assert not any(claims.iterdir())
+
+
+def test_a_folder_of_another_command_is_left_alone(tmp_path):
+    (tmp_path / "cells").mkdir()
+    check_folder(tmp_path, "eval")
+    for name, content, owner in (
+        ("results.json", "[]", "reproduce"),
+        ("record.json", '{"command": "lab run"}', "lab run"),
+    ):
+        (tmp_path / name).write_text(content)
+        check_folder(tmp_path, owner)
+        with pytest.raises(
+            FarspanError, match=f"holds the results of `farspan {owner}`; choose another name for those"
+        ):
+            check_folder(tmp_path, "eval")

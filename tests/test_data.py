@@ -24,6 +24,8 @@ from farspan.data.passkey import Passkeys
 from farspan.data.shards import open_shards, pack
 from farspan.data.tokens import END, fingerprint, train_tokenizer
 from farspan.errors import CorruptError, FarspanError
+from farspan.train import corpus
+from farspan.train.corpus import Data
 
 TEXT = next(read_documents("python-docs")).text[:60_000]
 CORPUS = [TEXT, *[passkey.TASK + passkey.FILLER + passkey.INFO + passkey.QUESTION] * 60]  # so that passkeys are short
@@ -103,6 +105,17 @@ def test_a_fingerprint_outlives_use_and_disk_and_nothing_else(tokenizer, tmp_pat
             self.get_vocab = lambda: vocabulary
 
     assert fingerprint(Slow({"a": 0, "b": 1})) == fingerprint(Slow({"b": 1, "a": 0})) != fingerprint(Slow({"a": 0}))
+
+
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", '{"a": '])
+def test_a_broken_tokenizer_is_one_sentence(tokenizer, broken: str, text: str, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    data = Data(sources={}, tokenizer=str(tmp_path))
+    assert corpus._tokenizer(data, str(tmp_path), {}, tmp_path).get_vocab() == tokenizer.get_vocab()
+    (tmp_path / broken).write_text(text)
+    with pytest.raises(CorruptError, match=f"{broken} is not valid JSON"):
+        corpus._tokenizer(data, str(tmp_path), {}, tmp_path)
 
 
 def test_a_tokenizer_needs_text_and_room():

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import lzma
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.lengths import parse_lengths, parse_range
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
+from farspan.workflows import diagnosing
 from farspan.workflows.diagnosing import judge, model_names
 
 # ---- losses ------------------------------------------------------------------------------------------------------
@@ -201,6 +203,32 @@ def test_a_scale_is_suggested_where_one_can_mend():
     assert judged(None, without_positions=True).suggested_scale is None, "nothing is to be mended"
     assert found.to_json()["suggested_scale"] == 1.5
     assert with_positions.to_json()["suggested_scale"] is None
+
+
+def test_where_scales_are_on_already_nothing_is_advised_about_scales():
+    positions, loss = curve(1500)
+    curves = Curves(positions, loss, {0: curve(None)[1][None]}, 1, 4096, 1)
+    for options, ending in (
+        ({}, "but entropy does not: this is no distraction, and a scale alone will not mend it."),
+        ({"uniform": 0.9}, "but entropy does not: this is no distraction."),
+    ):
+        assert judge("mine", 1024, curves, Rule(), without_positions=True, **options).verdict.endswith(ending)
+
+
+def test_a_scale_that_fails_inside_the_training_length_leaves_no_trend():
+    positions, loss = curve(None)
+    inside = float(loss[(positions > 768) & (positions <= 1024)].mean())
+    for usual, fails in ((inside - 1.1, True), (inside - 0.9, False), (inside + 3, False)):
+        found = judged(None, without_positions=True, uniform=0.8, usual=usual)
+        assert ("already fails inside its training length, so there is no trend" in found.verdict) is fails
+        assert ("keep their trends" in found.verdict) is not fails
+        assert found.loss_knee is None, "the definition of a knee stays"
+
+
+def test_the_twin_under_a_scale_too_small_fails_inside():
+    low, high = farspan.diagnose("nope-twin", lengths=[640], windows=2, scales=[0.7, 1.1])
+    assert "already fails inside its training length" in low.verdict
+    assert "already fails" not in high.verdict
 
 
 # ---- documents ---------------------------------------------------------------------------------------------------
@@ -426,6 +454,61 @@ def test_no_two_models_have_one_name(tmp_path):
     assert model_names(["."]) == ["."]
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Nothing may be measured."""
+    monkeypatch.setattr(diagnosing, "load_for_text", lambda *asked, **options: pytest.fail("a model is loaded"))
+
+
+@pytest.mark.parametrize(
+    ("lacks", "message"),
+    [
+        ("model.safetensors", "has a config but no weights"),
+        ("tokenizer", "has no tokenizer, and text must become tokens"),
+        ("half", "is not a whole safetensors file"),
+        ("all", "holds no config.json"),
+    ],
+)
+def test_every_model_is_looked_at_before_one_is_measured(model_folder, tmp_path, unmeasured, lacks, message):
+    bad = tmp_path / "bad"
+    shutil.copytree(model_folder, bad)
+    if lacks == "half":
+        weights = bad / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    for file in bad.glob("*" if lacks == "all" else f"{lacks}*"):
+        file.unlink()
+    with pytest.raises(FarspanError, match=message):
+        farspan.diagnose([model_folder, bad], lengths=[128])
+
+
+def test_names_patches_and_files_that_lead_nowhere_are_told_before_one_is_measured(model_folder, tmp_path, unmeasured):
+    print_of = fingerprint(farspan.load(model_folder).model)
+    scales = Scales.uniform(1.2, range(4), 4)
+    Patch("test", print_of, 256, 64, scales, name=str(tmp_path / "gone")).save(tmp_path / "orphan")
+    Patch("test", print_of, 256, 64, scales, name=str(model_folder)).save(tmp_path / "patch")
+    for bad, given, message in (
+        ("typo", {}, "'typo' is neither a folder nor a hub id"),
+        (tmp_path / "no.gguf", {}, "no.gguf does not exist"),
+        (tmp_path / "orphan", {}, "names a base model that is not found"),
+        (tmp_path / "patch", {"scales": [1.1]}, "is a patch with scales of its own"),
+    ):
+        with pytest.raises(FarspanError, match=message):
+            farspan.diagnose([model_folder, bad], lengths=[128], **given)
+
+
+def test_a_patch_without_scales_is_compared_under_uniform_ones(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "rope")
+    torch.manual_seed(0)
+    model = FarspanForCausalLM(
+        FarspanConfig(**{**SHAPE, "vocab_size": 256, "max_position_embeddings": 64, "position": "rope"})
+    )
+    model.save_pretrained(folder)
+    rope = {**model.config.rope_parameters, "rope_type": "linear", "factor": 2.0}
+    Patch("pi", fingerprint(model), 128, 64, rope=rope, name=str(folder)).save(tmp_path / "patch")
+    found = farspan.diagnose(tmp_path / "patch", lengths=[128], windows=1, scales=[0.5, 3.0])
+    assert found[0].curves.entropy[-1] > found[1].curves.entropy[-1]
+
+
 def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):
     model = farspan.load(model_folder).model
     scales = Scales(tuple(range(4)), 1 + torch.rand(4, 4))
@@ -475,8 +558,6 @@ def test_an_output_that_cannot_be_is_refused_before_the_work(model_folder):
 
 
 def test_a_model_that_cannot_run_so_far_says_so(model_folder, tmp_path):
-    import shutil
-
     shutil.copytree(model_folder, tmp_path / "learned")
     config = FarspanConfig(**{**SHAPE, "vocab_size": 256, "max_position_embeddings": 64, "position": "learned"})
     FarspanForCausalLM(config).save_pretrained(tmp_path / "learned")

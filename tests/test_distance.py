@@ -20,7 +20,8 @@ from farspan.loading import TWINS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
 from farspan.terminal import show_comparison
-from farspan.workflows.explaining import compare
+from farspan.workflows import explaining
+from farspan.workflows.explaining import compare, theorems
 
 HEADS = 4
 
@@ -174,3 +175,9 @@ def test_models_in_folders_of_one_name_are_all_told(tmp_path, capsys):
     assert said["distances"][0]["models"] == ["a/model", "b/model"]
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [each["model"] for each in record["heads"]] == ["a/model", "b/model"]
+
+
+def test_models_whose_positions_are_read_are_all_looked_at_first(monkeypatch):
+    monkeypatch.setattr(explaining, "load_for_text", lambda *asked, **options: pytest.fail("a model is loaded"))
+    with pytest.raises(FarspanError, match="'typo' is neither a folder nor a hub id"):
+        theorems(["nope-twin", "typo"], length=16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -595,6 +596,18 @@ def test_what_would_fail_at_last_fails_at_first(tiny, tmp_path, counted):
     ):
         with pytest.raises(FarspanError, match=sentence):
             measure(tiny, tmp_path / "results", **options)
+    for lacks, sentence in (
+        ("model.safetensors", "has a config but no weights"),
+        ("tokenizer*", "has no tokenizer"),
+        ("", "is not a whole safetensors file"),
+    ):
+        bad = tmp_path / f"without {lacks}"
+        shutil.copytree(tiny / "none", bad)
+        (bad / "model.safetensors").write_bytes((bad / "model.safetensors").read_bytes()[: None if lacks else -9])
+        for file in bad.glob(lacks) if lacks else ():
+            file.unlink()
+        with pytest.raises(FarspanError, match=sentence):
+            measure(tiny, tmp_path / "results", vs=bad)
     assert not counted, "before anything is measured"
     with pytest.raises(FarspanError, match="a length of 384 is beyond the position table of .*learned"):
         measure(tiny, tmp_path / "results", vs=tiny / "learned")

@@ -301,6 +301,7 @@ def test_a_model_without_a_patch_is_exported_as_it_is(tmp_path):
 def test_narrower_weights_are_proven_as_such(tmp_path):
     done = farspan.export(tiny("llama", tmp_path), tmp_path / "half", "stock", dtype="bfloat16")
     assert farspan.load(done.folder, dtype="auto").model.dtype == torch.bfloat16
+    assert "--format stock --dtype bfloat16\n" in (done.folder / "README.md").read_text()
     assert 1e-5 < done.proofs["inside"].max_abs_logit < done.proofs["inside"].tolerance
 
 

@@ -584,11 +584,14 @@ def test_a_loss_that_is_no_number_is_never_the_least():
 
 def test_another_unfinished_search_is_not_touched(tiny, tmp_path):
     work = tmp_path / ".patch.search"
-    work.mkdir()
+    (work / "headscale" / "checkpoints" / "step-0000050").mkdir(parents=True)
     (work / "claim.toml").write_text("# another")
     with pytest.raises(FarspanError, match="holds the unfinished search of another extension"):
         extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
     assert (work / "claim.toml").read_text() == "# another"
+    shutil.rmtree(work / "headscale")  # one that was killed before it had anything to go on from is in nobody's way
+    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert not work.exists()
 
 
 def test_the_same_extension_twice_at_once_leaves_the_first_one_alone(tiny, tmp_path):
@@ -610,6 +613,13 @@ def test_the_same_extension_twice_at_once_leaves_the_first_one_alone(tiny, tmp_p
     assert sum(advance.tried for advance in tried) > 0
     assert (tmp_path / "patch" / "patch.json").exists()
     assert not (tmp_path / ".patch.search").exists()
+
+
+def test_a_patch_that_makes_it_worse_says_so(tiny, tmp_path):
+    worse = replace(FEW, search=replace(QUICK, steps=1, warmup=0, lr=(1e-9,), init=9.0))
+    found = extend(tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=worse)
+    assert found.after["loss@128"] > found.before["loss@128"]
+    assert any("makes the loss at 128 tokens worse" in note for note in found.notes)
 
 
 def test_dynamic_rotation_has_the_length_of_the_config_alone(tiny, tmp_path):

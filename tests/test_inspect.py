@@ -29,6 +29,7 @@ KEYS = {
     "layers",
     "fold",
     "warnings",
+    "patch",
 }
 
 

@@ -348,6 +348,8 @@ def test_a_folder_without_a_record_and_a_broken_one_are_sentences(runs, tmp_path
         report([tmp_path / "nowhere"], tmp_path / "page.html")
     with pytest.raises(FarspanError, match="is a folder; name a file, as .*report.html"):
         report([runs / "training"], tmp_path)
+    with pytest.raises(FarspanError, match="record.json is not named as one; end it in .html"):
+        report([runs / "training"], runs / "training" / "record.json")
     (tmp_path / "broken").mkdir()
     for content, message in (
         ("{", "is not valid JSON"),

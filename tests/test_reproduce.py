@@ -55,6 +55,15 @@ def test_a_method_that_does_not_exist_is_named():
             dict(search="a.txt", report=("x/../a.txt",)),
             r"share no text, and a.txt and x/\.\./a.txt are one file; name each",
         ),
+        (dict(methods={"nope-twin": ()}), "methods.nope-twin is empty; name at least one method, or none"),
+        (dict(report_windows=0), "report_windows is 0; give 1 or more"),
+        (dict(report_factor=0), "report_factor is 0; give 1 or more"),
+        (dict(passkeys=0), "passkeys is 0; give 1 or more"),
+        (dict(factors=(2, 0)), "factors names 0, .*; give 1 or more"),
+        (dict(factors=(-2,)), "factors names -2, "),
+        (dict(seeds=(0, -1)), "seeds names -1; choose each from 0 to"),
+        (dict(grid_low=3.0, grids=("nope-twin",)), r"grid_low is 3 and grid_high 2\.6, and no scale lies between"),
+        (dict(grid_low=0.0, grids=("nope-twin",)), "let grid_low be 0.01 or more"),
         (dict(search="a.txt", choose="a.txt"), "share no text, and a.txt and a.txt are one file"),
         (
             dict(report=("a/books.txt", "b/books.jsonl")),
@@ -253,6 +262,33 @@ def test_texts_that_are_missing_are_told_before_anything_is_made(tiny):
     (tiny / "data" / "books_val.jsonl").unlink()
     with pytest.raises(FarspanError, match=r"books_val.jsonl does not exist, .* folder=PATH"):
         reproduce(str(tiny / "study.toml"), [], tiny / "out")
+    assert not (tiny / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ['methods.nope-twin=["none", "yarn"]'],
+            r"yarn changes rotation, and nope-twin \(methods\.nope-twin\) has none in any layer",
+        ),
+        (
+            ['methods.small-nope=["yarn+headscale"]'],
+            r"yarn changes rotation, and small-nope \(methods\.small-nope\) has none",
+        ),
+        (['methods.foo=["none"]'], "methods.foo names a model that cannot be had: there is no recipe 'foo'; "),
+        (['methods.foo-twin=["none"]'], "methods.foo-twin names a model that cannot be had: 'foo-twin' is neither"),
+        (
+            ["search=short.jsonl"],
+            r"search names short.jsonl, which does not serve nope-twin: no document has 1152 tokens",
+        ),
+    ],
+)
+def test_what_a_study_could_not_finish_is_told_before_anything_is_made(tiny, monkeypatch, changes, message):
+    monkeypatch.setattr(studies, "find_model", lambda *asked: pytest.fail("a model is trained"))
+    (tiny / "data" / "short.jsonl").write_text('{"text": "too short"}\n')
+    with pytest.raises(FarspanError, match=message):
+        reproduce(str(tiny / "study.toml"), [f"runs={tiny}/runs", *changes], tiny / "out")
     assert not (tiny / "out").exists()
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from farspan import terminal
+from farspan import cli, terminal
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.evals.scores import Score
+from farspan.progress import bars
 from farspan.terminal import show_evaluation, show_extension, size
 from farspan.workflows.evaluating import Evaluated
 from farspan.workflows.extending import Extended
@@ -63,6 +64,52 @@ def test_an_absurd_interval_leaves_room_for_names(monkeypatch, capsys):
     assert "ppl proofpile" in said
     assert "25,145" in said
     assert "1.00–3.4e+32" in said
+
+
+def test_a_diagnosis_of_many_lengths_leaves_room_for_names(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "out_console", Console(width=80, highlight=False))
+    diagnosis = SimpleNamespace(
+        label="a-model-of-mine",
+        train_length=512,
+        curves=SimpleNamespace(loss_at=lambda length, span: 3.25),
+        loss_knee=1000,
+        entropy_knee=None,
+        distracted_heads=[1],
+        heads=8,
+        suggested_scale=1.2,
+        verdict="It fails.",
+    )
+    terminal.show_diagnoses([diagnosis], [8 * 2**power for power in range(10)])
+    shown = capsys.readouterr().out
+    assert "a-model-of" in shown
+    assert "@4096" in shown, "the longest is always there"
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_names_with_brackets_are_shown_as_they_are(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with bars() as progress:
+        progress("br[/x]", 2)(1, "m[red]y")
+    assert "br[/x]" in capsys.readouterr().err
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a=b.txt").write_text("text")
+    assert cli.parse_data(["a=b.txt"]) == "a=b.txt"
+    assert cli.parse_data(["a=c.txt"]) == {"a": "c.txt"}
+
+
+def test_what_the_system_refuses_is_a_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cli, "app", lambda: (tmp_path / "file" / "below").mkdir())
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "below cannot be used (Not a directory); check that path, or choose another" in said
 
 
 def test_small_files_have_a_size():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, PreemptedError
 from farspan.files import read_json, write_json
 
 BEAT = 10.0  # seconds between two signs of life
@@ -40,13 +41,42 @@ def key_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse what is no results folder, and one that cannot be written to, before work whose results go there."""
+def check_folder(folder: Path, command: str) -> None:
+    """Refuse what is no results folder, another command's, and one that cannot be written to, before work whose results
+    go there."""
     if folder.exists() and not (folder.is_dir() and ((folder / "cells").is_dir() or not any(folder.iterdir()))):
         raise FarspanError(f"{folder} exists already and is no results folder; choose another name")
     homes = (folder, folder / "cells", folder / "claims")
     if not all(os.access(home, os.W_OK) for home in homes if home.exists()):
         raise FarspanError(f"{folder} is a results folder that you may not write to; choose another name")
+    if (owner := _owner(folder)) not in (None, command):
+        raise FarspanError(
+            f"{folder} holds the results of `farspan {owner}`; choose another name for those of {command}"
+        )
+
+
+def _owner(folder: Path) -> str | None:
+    """The command whose results a folder holds, where it says so."""
+    if (folder / "record.json").is_file():
+        with suppress(FarspanError):  # a broken one will be written anew
+            return read_json(folder / "record.json").get("command")
+    return "reproduce" if (folder / "results.json").is_file() else None
+
+
+@contextmanager
+def stoppable(folder: Path) -> Iterator[None]:
+    """Asked to stop by SIGTERM, a command on a results folder releases its claims, ends, and says how to go on."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise PreemptedError(
+            f"stopped by SIGTERM; what is finished is in {folder}, so give the same command again to go on"
+        )
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Cells:

@@ -57,7 +57,9 @@ def main() -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {plain(str(error))}")
         sys.exit(error.exit_code)
     except OSError as error:  # a file or folder that the system does not let us have
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {plain(str(error))}")
+        why = f"{error.filename} cannot be used ({error.strerror})" if error.filename else str(error)
+        said = f"[bold red]error[/] {plain(why)}; check that path, or choose another"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(said)
         sys.exit(FarspanError.exit_code)
 
 
@@ -173,7 +175,7 @@ def parse_data(words: Sequence[str]) -> str | dict[str, str]:
     named = dict(word.split("=", 1) for word in words if "=" in word)
     if not words:
         return "python-docs"
-    if len(words) == 1 and not named:
+    if len(words) == 1 and (not named or Path(words[0]).exists()):
         return words[0]
     names = [word.partition("=")[0] for word in words if "=" in word]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -232,6 +234,7 @@ def reproduce(
     so_far: Annotated[bool, typer.Option("--so-far", help="Show what is finished, and measure nothing.")] = False,
 ):
     """Run a whole study: train or find its models, fit every method, measure all alike. Stopped, it goes on."""
+    from farspan.cells import stoppable
     from farspan.progress import bars
     from farspan.workflows import reproduce as studies
 
@@ -239,7 +242,7 @@ def reproduce(
     if so_far:
         studies.so_far(study, changes or [], folder)
     else:
-        with bars() as progress:
+        with stoppable(folder), bars() as progress:
             studies.reproduce(
                 study,
                 changes or [],
@@ -280,13 +283,14 @@ def evaluate(
     as_json: AsJson = False,
 ):
     """How good is it, at which length? Exact numbers that say what they counted. Stopped, it goes on."""
+    from farspan.cells import stoppable
     from farspan.errors import ProofError
     from farspan.lengths import parse_lengths
     from farspan.progress import bars
     from farspan.workflows.evaluating import evaluate as measure
 
     asked = parse_lengths(lengths) if lengths else []
-    with bars() as progress:
+    with stoppable(out), bars() as progress:
         found = measure(
             model,
             suite,
@@ -398,6 +402,7 @@ def lab_run(
     as_json: AsJson = False,
 ):
     """Train a study's models, ask them inside and beyond the lengths they know, rank encodings. Stopped, it goes on."""
+    from farspan.cells import stoppable
     from farspan.progress import bars
     from farspan.workflows import laboratory
 
@@ -408,7 +413,7 @@ def lab_run(
     if so_far:
         found = laboratory.so_far(recipe, changes or [], folder)
     else:
-        with bars() as progress:
+        with stoppable(folder), bars() as progress:
             found = laboratory.run(
                 recipe,
                 changes or [],
@@ -424,7 +429,7 @@ def lab_run(
         return
     show_tables(found.tables)
     out_console.print(
-        f"\n{found.learnt[0]} of {found.learnt[1]} models learnt their task; record and figure in {folder}",
+        f"\n{found.learnt[0]} of {found.learnt[1]} models learnt their task; record and figure in {plain(str(folder))}",
         soft_wrap=True,
     )
 
@@ -483,7 +488,7 @@ def lab_distance(
 def lab_theorems(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL…]", help="To read positions from.")] = None,
     data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
-    length: Annotated[int, typer.Option(min=4, help="Of the texts, in tokens.")] = 512,
+    length: Annotated[int, typer.Option(min=4, max=16_384, help="Of the texts, in tokens.")] = 512,
     windows: Annotated[int, typer.Option(min=2, help="How many texts: half are fitted to, half are read.")] = 8,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figure.")] = None,
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,

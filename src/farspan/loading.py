@@ -12,23 +12,25 @@ import difflib
 import importlib.util
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
 import transformers
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from farspan.attention.patch import Patch
+from farspan.attention.patch import OtherModelError, Patch, UnfitError, not_whole
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import read_json, weight_files
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
 BASE = "base"  # where a patch folder that carries its model keeps it
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -75,35 +77,93 @@ def load(
     if Path(source).suffix == ".gguf":
         return _load_gguf(Path(source), dtype, device)
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
-    if Path(source).is_dir() and not weight_files(Path(source)):
-        raise FarspanError(
-            f"{source} has a config but no weights; add model.safetensors, or look at the config with "
-            f"`farspan inspect {source}`"
-        )
+    _check_weights(source)
     dtype = dtype or _bearable(getattr(config, "dtype", None), device)
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    options["ignore_mismatched_sizes"] = True  # so that they are told, and refused by us with both shapes
     if (attention := attention or needed_attention(config)) is not None:
         options["attn_implementation"] = attention
     # A config that we changed must not be overruled by the one in the folder, so its own class loads.
     auto = FarspanForCausalLM if isinstance(config, FarspanConfig) else AutoModelForCausalLM
     with quiet(), _readable(source):
         model, report = auto.from_pretrained(source, config=config, output_loading_info=True, **options)
-    if report["missing_keys"]:
-        # transformers would fill them with random numbers and go on
-        missing = sorted(report["missing_keys"])
-        raise CorruptError(
-            f"{source} lacks {len(missing)} weights that its config asks for, {missing[0]!r} first; "
-            "fetch or export the checkpoint again"
-        )
+    _check_report(source, model, report)
     return Loaded(model.to(device).eval() if device else model.eval(), _tokenizer(source, trust_remote_code))
+
+
+def _check_weights(source: str | Path) -> None:
+    if Path(source).is_dir() and not weight_files(Path(source)):
+        raise FarspanError(
+            f"{source} has a config but no weights; add model.safetensors, or look at the config with "
+            f"`farspan inspect {source}`"
+        )
+
+
+def _check_report(source: str | Path, model: PreTrainedModel, report: dict[str, Any]) -> None:
+    """Refuse a checkpoint that is not the model its config describes: transformers would go on, with random numbers
+    where weights are missing or of another shape, and without the layers that the config does not know."""
+    again = "fetch or export the checkpoint again"
+    if missing := sorted(report["missing_keys"]):
+        raise CorruptError(
+            f"{source} lacks {len(missing)} weights that its config asks for, {missing[0]!r} first; {again}"
+        )
+    if other := sorted(report["mismatched_keys"]):
+        name, stored, asked = other[0]
+        raise CorruptError(
+            f"{source} holds {name} as {list(stored)} and its config asks for {list(asked)}, and so with {len(other)} "
+            f"weights in all; {again}"
+        )
+    if left := _left_out_layers(model, report["unexpected_keys"]):
+        raise CorruptError(
+            f"{source} holds {len(left)} weights of layers that its config leaves out, {left[0]!r} first; {again}"
+        )
+
+
+def _left_out_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Weights of layers after the last one, in the order of layers. Other leftovers do no harm: buffers of old
+    releases, a tower for images. Layers that predict further tokens are left out on purpose."""
+    counts = {name: len(part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    further = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    left = []
+    for key in unexpected:
+        for number in re.finditer(r"\.(\d+)\.", key):
+            parent, index = key[: number.start()], int(number[1])
+            count = counts.get(parent, counts.get(f"{model.base_model_prefix}.{parent}"))
+            if count is not None and index >= count + further:
+                left.append((index, key))
+    return [key for _, key in sorted(left)]
 
 
 def load_for_text(source: str | Path, **options: Any) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """The model that `load` gives, and the tokenizer that it must have."""
     model, tokenizer = load(source, **options)
+    return model, _given(tokenizer, source)
+
+
+def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer that a folder, hub id or twin must have."""
+    return _given(_tokenizer(_twin(source), trust_remote_code), source)
+
+
+def _given(
+    tokenizer: transformers.PreTrainedTokenizerBase | None, source: str | Path
+) -> transformers.PreTrainedTokenizerBase:
     if tokenizer is None:
         raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
-    return model, tokenizer
+    return tokenizer
+
+
+def check_source(source: str | Path, *, position: str | None = None, trust_remote_code: bool = False) -> None:
+    """Refuse by its files alone what `load_for_text` would refuse: asked of every model before one is measured."""
+    if (patch := patch_in(source)) is not None:
+        with _base_of(Path(source), patch) as base:
+            check_source(base, position=position or patch.position, trust_remote_code=trust_remote_code)
+    elif Path(source).suffix == ".gguf":
+        _check_gguf(Path(source))
+    else:
+        load_config(source, position=position, trust_remote_code=trust_remote_code)
+        _check_weights(_twin(source))
+        load_tokenizer(source, trust_remote_code)
 
 
 def patch_in(source: str | Path) -> Patch | None:
@@ -219,13 +279,9 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
 
 def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.device | None) -> Loaded:
     """A llama.cpp model, its weights unpacked to floating point."""
-    if not file.is_file():
-        raise _AbsentError(f"{file} does not exist; check the path")
-    if importlib.util.find_spec("gguf") is None:
-        raise FarspanError(f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
+    _check_gguf(file)
     # The unpacking has a progress bar of its own that no setting turns off.
     with quiet(), _readable(file, MADE_FROM), contextlib.redirect_stderr(io.StringIO()):
-        _refuse_misread(file)
         kind = dtype or unpacked_dtype(device)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=kind)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -237,8 +293,12 @@ def unpacked_dtype(device: str | torch.device | None) -> torch.dtype:
     return torch.float32 if torch.device(device or "cpu").type == "cpu" else torch.bfloat16
 
 
-def _refuse_misread(file: Path) -> None:
+def _check_gguf(file: Path) -> None:
     """transformers leaves the rope scaling of most files away, without a word, and reads no model without rotation."""
+    if not file.is_file():
+        raise _AbsentError(f"{file} does not exist; check the path")
+    if importlib.util.find_spec("gguf") is None:
+        raise FarspanError(f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
     from gguf import GGUFReader
 
     try:
@@ -261,32 +321,67 @@ def _refuse_misread(file: Path) -> None:
 def _load_patched(folder: Path, **options) -> Loaded:
     patch = Patch.load(folder)
     base, tokenizer = load_base(folder, patch, **options)
-    return Loaded(patch.apply(base), tokenizer)
+    try:
+        return Loaded(patch.apply(base), tokenizer)
+    except OtherModelError as error:
+        raise FarspanError(
+            f"the patch in {folder} names {_base_source(folder, patch)} as its base, and what lies there is another "
+            f"model ({str(error).partition(';')[0]}); put its own base model into {folder / BASE}, or name the place "
+            f"of that in {folder / 'patch.json'}"
+        ) from None
+    except UnfitError as error:
+        raise not_whole(folder, error) from None
 
 
 def load_base(folder: Path, patch: Patch, *, position: str | None = None, **options) -> Loaded:
     """The model that a patch folder is for, without the patch: the one inside the folder, or the one it names."""
-    inside = folder / BASE
-    source = str(inside) if inside.is_dir() else patch.name
+    with _base_of(folder, patch) as source:
+        return load(source, position=position or patch.position, **options)
+
+
+@contextlib.contextmanager
+def _base_of(folder: Path, patch: Patch) -> Iterator[str]:
+    """What a patch folder has as its base, for a block that needs it to be there."""
+    source = _base_source(folder, patch)
     if not source or is_patch(source):
         raise FarspanError(
             f"{folder} names {source or 'nothing'!r} as the model it patches; load its base model and use Patch.apply"
         )
     try:
-        return load(source, position=position or patch.position, **options)
+        yield source
     except _AbsentError as error:
         raise FarspanError(
             f"the patch in {folder} names a base model that is not found ({str(error).partition(';')[0]}); put that "
-            f"model into {inside}, or name its place in {folder / 'patch.json'}"
+            f"model into {folder / BASE}, or name its place in {folder / 'patch.json'}"
         ) from None
+
+
+def _base_source(folder: Path, patch: Patch) -> str:
+    return str(folder / BASE) if (folder / BASE).is_dir() else patch.name
 
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase | None:
     folder = Path(source)
-    if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    files = [folder / name for name in TOKENIZER if (folder / name).exists()]
+    if folder.is_dir() and not files:
         return None
-    with quiet(), _readable(source):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    with quiet(), _readable(source, "check its tokenizer_config.json and that this transformers knows the tokenizer"):
+        try:
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except Exception:
+            for file in files:
+                _check_tokenizer_file(file)
+            raise
+
+
+def _check_tokenizer_file(file: Path) -> None:
+    """Refuse a file that is broken, once transformers has stumbled; to read all of them each time would take long."""
+    read_json(file)
+    if file.name == TOKENIZER[0]:
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # the class that tokenizers raises has no other name
+            raise CorruptError(f"{file} holds no tokenizer ({first_line(error)}); fetch or export it again") from None
 
 
 @contextlib.contextmanager

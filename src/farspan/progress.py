@@ -25,8 +25,9 @@ def bars() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    note = TextColumn("[dim]{task.fields[note]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
+    name = TextColumn("{task.description}", markup=False)  # it may hold square brackets
+    note = TextColumn("{task.fields[note]}", style="dim", markup=False)
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def bar(label: str, steps: int) -> Callable[..., None]:
@@ -39,7 +40,7 @@ def bars() -> Iterator[Progress]:
                 if note and not console.is_terminal and time.monotonic() - said > EVERY:
                     said = time.monotonic()
                     done = progress.tasks[task].completed
-                    console.print(f"{label} {done:.0f}/{steps or '?'}  {note}", highlight=False)
+                    console.print(f"{label} {done:.0f}/{steps or '?'}  {note}", highlight=False, markup=False)
 
             return advance
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Of the processes that torchrun starts, one speaks.
 speaks = os.environ.get("RANK", "0") == "0"
 out_console = Console(highlight=False, quiet=not speaks)
+NAME = 10  # characters of a model's name that a table shows in one line at least
 
 
 def plain(text: str) -> str:
@@ -35,8 +36,27 @@ def plain(text: str) -> str:
 
 
 def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
+    table = _diagnoses(found, lengths)
+    while _narrowest(table, found) > out_console.width and len(lengths) > 2:
+        lengths = lengths[::-2][::-1]  # every other one, the last among them; the record has them all
+        table = _diagnoses(found, lengths)
+    out_console.print(table)
+    out_console.print()
+    for diagnosis in found:
+        name = f"[bold]{plain(diagnosis.label)}[/]  " if len(found) > 1 else ""
+        out_console.print(f"{name}{plain(diagnosis.verdict)}")
+
+
+def _narrowest(table: Table, found: Sequence[Diagnosis]) -> int:
+    """What a table takes with all its numbers whole, and names folded to no less than NAME characters."""
+    unbound = out_console.options.update(width=10_000)
+    longest = max(len(word) for diagnosis in found for word in diagnosis.label.split())
+    return out_console.measure(table, options=unbound).minimum - max(0, longest - NAME)
+
+
+def _diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption="loss in nats", caption_justify="left")
-    table.add_column("model", overflow="fold")
+    table.add_column("model", overflow="fold", min_width=min(NAME, *(len(diagnosis.label) for diagnosis in found)))
     for length in lengths:
         table.add_column(f"@{length}", justify="right", no_wrap=True)
     for column in ("loss\nknee", "entropy\nknee", "heads\ndistracted", "try\nλ̂"):
@@ -50,11 +70,7 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
         table.add_row(plain(diagnosis.label), *cells, *knees, distracted, suggested)
     if out_console.measure(table).maximum >= out_console.width:
         table.padding = (0, 1, 0, 0)  # leaves the names more room
-    out_console.print(table)
-    out_console.print()
-    for diagnosis in found:
-        name = f"[bold]{plain(diagnosis.label)}[/]  " if len(found) > 1 else ""
-        out_console.print(f"{name}{plain(diagnosis.verdict)}")
+    return table
 
 
 def show_evaluation(found: Evaluated) -> None:

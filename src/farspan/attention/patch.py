@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,15 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.files import new_folder, read_json, read_tensors, write_json
 
 FORMAT = 1
+POSITIVE = ("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor")
+
+
+class OtherModelError(FarspanError):
+    """The weights of a model are not those that a patch was fitted on."""
+
+
+class UnfitError(FarspanError):
+    """A patch cannot be put on the model that it was fitted on, so the patch itself is wrong."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +72,7 @@ class Patch:
         """
         found = fingerprint(model)
         if found != self.model:
-            raise FarspanError(
+            raise OtherModelError(
                 f"this patch was fitted on weights {self.model[:12]} and the model's are {found[:12]}; "
                 f"apply it to its own base model{f' ({self.name})' if self.name else ''}"
             )
@@ -70,12 +80,12 @@ class Patch:
         parameters = dict(model.named_parameters())
         for name, weight in (self.weights or {}).items():
             if name not in parameters or parameters[name].shape != weight.shape:
-                raise FarspanError(
+                raise UnfitError(
                     f"the patch replaces {name!r} {list(weight.shape)}, which this model does not have; "
                     "apply it to its own base model"
                 )
         if scales is not None:
-            seam.check_fit(scales, seam.attention_calls(model))
+            _check_fit(scales, model)
         if self.rope is not None:
             set_rope(model, self.rope)
         with torch.no_grad():
@@ -138,40 +148,70 @@ class Patch:
         """The patch saved in a folder; damage is named, not guessed around."""
         folder = Path(folder)
         text = read_json(folder / "patch.json")
-        try:
-            if text["format"] != FORMAT:
-                raise FarspanError(
-                    f"{folder / 'patch.json'} has format {text['format']!r} and this farspan reads {FORMAT}; "
-                    "upgrade farspan, or fit the patch again"
-                )
-            scales = text.get("scales")
-            if scales is not None:
-                tables = read_tensors(folder / "scales.safetensors")
-                scales = Scales(
-                    tuple(scales["layers"]),
-                    tables["base"],
-                    tables.get("slope"),
-                    scales["basis"],
-                    scales["length"],
-                ).check(text["target"])
-            weights = read_tensors(folder / "weights.safetensors") if "weights" in text else None
-            base = text["model"]
-            return cls(
-                str(text["method"]),
-                str(base["sha256"]),
-                int(text["target"]),
-                int(text["train_length"]),
-                scales,
-                _checked_rope(text["rope"]) if "rope" in text else None,
-                weights,
-                str(base["name"]),
-                base.get("position"),
-                str(base.get("label", "")),
+        if "format" not in text:
+            raise not_whole(folder, "its patch.json names no format")
+        if text["format"] != FORMAT:
+            raise FarspanError(
+                f"{folder / 'patch.json'} has format {text['format']!r} and this farspan reads {FORMAT}; "
+                "upgrade farspan, or fit the patch again"
             )
+        try:
+            return cls._read(folder, text)
+        except CorruptError:
+            raise
+        except FarspanError as error:
+            raise not_whole(folder, error) from None
         except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise CorruptError(
-                f"{folder} is not a whole patch ({type(error).__name__}: {error}); fit or copy it again"
-            ) from None
+            raise not_whole(folder, f"{type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _read(cls, folder: Path, text: Mapping[str, Any]) -> Patch:
+        base, target = text["model"], _tokens(text, "target")
+        if not isinstance(base.get("position"), str | None):
+            raise TypeError(f"position is {base['position']!r}")
+        return cls(
+            str(text["method"]),
+            str(base["sha256"]),
+            target,
+            _tokens(text, "train_length"),
+            _read_scales(folder, text["scales"], target) if text.get("scales") is not None else None,
+            _checked_rope(text["rope"]) if "rope" in text else None,
+            _read_table(folder, "weights") if "weights" in text else None,
+            str(base["name"]),
+            base.get("position"),
+            str(base.get("label", "")),
+        )
+
+
+def not_whole(folder: Path, why: object) -> CorruptError:
+    """That a folder is no patch as it was saved; of another error, its cause and not its way out."""
+    return CorruptError(f"{folder} is not a whole patch ({str(why).partition(';')[0]}); fit or copy it again")
+
+
+def _tokens(text: Mapping[str, Any], key: str) -> int:
+    if type(value := text[key]) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, and not a whole number of 1 or more")
+    return value
+
+
+def _read_scales(folder: Path, text: Mapping[str, Any], target: int) -> Scales:
+    tables = _read_table(folder, "scales")
+    layers = tuple(text["layers"])
+    return Scales(layers, tables["base"], tables.get("slope"), text["basis"], text["length"]).check(target)
+
+
+def _read_table(folder: Path, name: str) -> dict[str, Tensor]:
+    if not (file := folder / f"{name}.safetensors").exists():
+        raise FarspanError(f"{file.name} is missing")
+    return read_tensors(file)
+
+
+def _check_fit(scales: Scales, model: PreTrainedModel) -> None:
+    calls = seam.attention_calls(model)
+    try:
+        seam.check_fit(scales, calls)
+    except FarspanError as error:
+        raise UnfitError(str(error)) from None
 
 
 def _product(first: Scales | None, second: Scales | None) -> Scales | None:
@@ -202,6 +242,9 @@ def _checked_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     known = ("none", "default", *ROPE_INIT_FUNCTIONS)
     if rope["rope_type"] not in known:
         raise FarspanError(f"rope_type {rope['rope_type']!r} is unknown; choose one of {', '.join(known)}")
+    for key in POSITIVE:
+        if (value := rope.get(key)) is not None and not 0 < value < math.inf:
+            raise FarspanError(f"the rope parameter {key} is {value!r}; give a number above 0")
     return dict(rope)
 
 
@@ -244,7 +287,7 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
     try:
         rebuilt = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
     except (KeyError, TypeError, ValueError) as error:
-        raise FarspanError(
+        raise UnfitError(
             f"rope parameters {rope} cannot be built ({type(error).__name__}: {error}); give what that rope_type needs"
         ) from None
     config.rope_parameters = trial.rope_parameters

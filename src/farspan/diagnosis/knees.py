@@ -25,6 +25,7 @@ class Rule:
     smoothing: float = 1 / 16  # width of the running mean, in training lengths
     trend_from: float = 1 / 4  # the trend is fitted between this part of the training length and all of it
     head_margin: float = 0.25  # a head is distracted when its last eighth lies so many nats above its own trend
+    inside_margin: float = 1.0  # nats above the loss without a scale, at the end of the training length: it fails
 
 
 @dataclass(frozen=True)

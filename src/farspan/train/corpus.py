@@ -19,8 +19,8 @@ from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import Passkeys
 from farspan.data.shards import Shards, pack
 from farspan.data.tokens import fingerprint, train_tokenizer
-from farspan.errors import FarspanError
-from farspan.files import new_folder
+from farspan.errors import CorruptError, FarspanError
+from farspan.files import new_folder, read_json
 from farspan.progress import Progress, silent
 from farspan.train.sharding import processes
 
@@ -133,7 +133,7 @@ def _tokenizer(data: Data, given: str, files: dict[str, list[Path]], cache: Path
     if given:
         if not (Path(given) / "tokenizer.json").exists():
             raise FarspanError(f"{given} holds no tokenizer.json; give a folder that holds a tokenizer")
-        return AutoTokenizer.from_pretrained(given)
+        return _given_tokenizer(Path(given))
     shares = {name: texts.weight for name, texts in data.sources.items()}
     corpus = [_described(paths) for paths in files.values()]
     folder = cache / f"tokenizer-{data.vocabulary}-{_digest(corpus, shares, data.tokenizer_megabytes)}"
@@ -144,6 +144,19 @@ def _tokenizer(data: Data, given: str, files: dict[str, list[Path]], cache: Path
                 with new_folder(folder) as new:
                     made.save_pretrained(new)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def _given_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of many classes; a broken file is named with the place where it breaks
+        for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+            if file.exists():
+                read_json(file)
+        why = next(iter(str(error).splitlines()), "no reason given")
+        raise CorruptError(
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {why}); fetch or export it again"
+        ) from None
 
 
 def _alone(cache: Path) -> FileLock:

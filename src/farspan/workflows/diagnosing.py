@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
-from farspan.diagnosis.curves import Curves, measure
+from farspan.diagnosis.curves import Curves, check_losses, measure
 from farspan.diagnosis.knees import Rule, distracted_heads, find_knee, smooth, suggest_scale
 from farspan.errors import FarspanError
 from farspan.files import check_free, new_folder
-from farspan.loading import chosen_device, first_line, load_for_text, patch_in
+from farspan.loading import check_source, chosen_device, first_line, load_for_text, patch_in
 from farspan.memory import out_of_memory
+from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures
@@ -97,6 +99,9 @@ def diagnose(
     if out is not None:
         check_free(Path(out))
     device = chosen_device(device)
+    for source in sources:
+        _check_scalable(source, scales)
+        check_source(source, position=position, trust_remote_code=trust_remote_code)
     found: list[Diagnosis] = []
     read: dict[str, Any] = {}
     for source, name in zip(sources, model_names(sources), strict=True):
@@ -107,9 +112,11 @@ def diagnose(
         cut = cut_windows(read_documents(data), tokenizer, max(lengths), windows)
         ready()
         read[str(source)] = cut.describe()
+        length = _checked_length(model, source, cut, train_length)
+        usual = _loss_inside(model, source, cut, length) if scales else None
         for value in scales or (None,):
             label = name if value is None else f"{name} λ̂={value:g}"
-            found.append(_diagnose_one(model, source, label, cut, value, train_length, rule, progress))
+            found.append(_diagnose_one(model, source, label, cut, value, length, usual, rule, progress))
     if out is not None:
         settings = {
             "data": str(data),
@@ -131,13 +138,44 @@ def _diagnose_one(
     label: str,
     cut: Windows,
     value: float | None,
-    train_length: int | None,
+    length: int,
+    usual: float | None,
     rule: Rule,
     progress: Progress,
 ) -> Diagnosis:
+    longest, layers = cut.ids.shape[1], probe(model)
+    if value is not None:
+        seam.install(model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads))
+    # Bins narrow enough for a trend inside the training length, and not so narrow that each is noise.
+    bins = max(MIN_BINS, round(BINS_INSIDE * longest / length))
+    try:
+        with _running(source, longest):
+            curves = measure(model, cut.ids, bins=bins, name=label, after_window=progress(label, len(cut.ids)))
+    finally:
+        if value is not None:
+            seam.uninstall(model)
     patch = patch_in(source)
-    if patch is not None and value is not None:
+    return judge(
+        label,
+        length,
+        curves,
+        rule,
+        without_positions=any(layer.position == "none" for layer in layers),
+        scales=patch.scales if patch else None,
+        uniform=value,
+        usual=usual,
+    )
+
+
+def _check_scalable(source: str | Path, scales: Sequence[float]) -> None:
+    patch = patch_in(source)
+    if scales and patch is not None and patch.scales is not None:
         raise FarspanError(f"{source} is a patch with scales of its own; compare uniform scales on its base model")
+
+
+def _checked_length(model: PreTrainedModel, source: str | Path, cut: Windows, train_length: int | None) -> int:
+    """The training length of a model that can be diagnosed on these windows."""
+    patch = patch_in(source)
     length = train_length or (patch.train_length if patch else trained_on(model.config))
     if length is None:
         raise FarspanError(f"the config of {source} does not tell its training length; give --train-length")
@@ -149,24 +187,28 @@ def _diagnose_one(
         )
     if int(cut.ids.max()) >= model.get_input_embeddings().num_embeddings:
         raise FarspanError(f"the tokenizer of {source} knows more tokens than the model; use the model's own tokenizer")
-    layers = probe(model)
-    if value is not None:
-        seam.install(model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads))
-    # Bins narrow enough for a trend inside the training length, and not so narrow that each is noise.
-    bins = max(MIN_BINS, round(BINS_INSIDE * longest / length))
+    return length
+
+
+def _loss_inside(model: PreTrainedModel, source: str | Path, cut: Windows, length: int) -> float:
+    """The loss of a model as it is, over the last quarter of its training length."""
+    with _running(source, length):
+        losses = [token_losses(model, window[None, :length].to(model.device))[0] for window in cut.ids]
+    for each in losses:
+        check_losses(model, each, str(source))
+    return float(np.mean([float(each[-max(1, length // 4) :].mean()) for each in losses]))
+
+
+@contextmanager
+def _running(source: str | Path, tokens: int) -> Iterator[None]:
+    """What goes wrong inside a model, as one sentence."""
     try:
-        curves = measure(model, cut.ids, bins=bins, name=label, after_window=progress(label, len(cut.ids)))
+        yield
     except (IndexError, RuntimeError) as error:
         why = "memory is short" if out_of_memory(error) else f"{type(error).__name__}: {first_line(error)}"
         raise FarspanError(
-            f"{source} cannot run on {longest} tokens at once ({why}); ask for shorter lengths"
+            f"{source} cannot run on {tokens} tokens at once ({why}); ask for shorter lengths"
         ) from error
-    finally:
-        if value is not None:
-            seam.uninstall(model)
-    without_positions = any(layer.position == "none" for layer in layers)
-    scales = patch.scales if patch else None
-    return judge(label, length, curves, rule, without_positions=without_positions, scales=scales, uniform=value)
 
 
 def model_names(sources: Sequence[str | Path]) -> list[str]:
@@ -203,8 +245,12 @@ def judge(
     without_positions: bool,
     scales: Scales | None = None,
     uniform: float | None = None,
+    usual: float | None = None,
 ) -> Diagnosis:
     """Knees, distracted heads, a suggestion and a verdict from measured curves.
+
+    usual: the loss over the last quarter of the training length without the uniform scale; far above it, there is no
+    trend that could be left.
 
     A scale is suggested to a model that has layers without positions, as it was trained: no uniform scale mends a model
     that has none (paper A's Figure 2), and where scales are on already the law of `suggest_scale` says nothing.
@@ -221,6 +267,7 @@ def judge(
     if coincide is not None and without_positions and as_trained:
         suggested = suggest_scale(train_length, curves.length)
     start = _way_on(suggested, curves.length) if as_trained else ""
+    mend = ", and a scale alone will not mend it" if as_trained else ""
     heads = sum(len(table) for table in curves.heads.values())
     return Diagnosis(
         label=label,
@@ -232,13 +279,25 @@ def judge(
         distracted_heads=distracted,
         heads=heads,
         suggested_scale=suggested,
-        verdict=_verdict(
-            train_length, curves.length, loss_knee, entropy_knee, coincide, f"{len(distracted)} of {heads}", start
+        verdict=_failure_inside(curves, train_length, rule, usual)
+        or _verdict(
+            train_length, curves.length, loss_knee, entropy_knee, coincide, f"{len(distracted)} of {heads}", start, mend
         ),
         smooth_loss=smooth(positions, curves.loss, rule.smoothing * train_length),
         smooth_entropy=smooth(positions, entropy, rule.smoothing * train_length),
         scales=scales,
         uniform=uniform,
+    )
+
+
+def _failure_inside(curves: Curves, train_length: int, rule: Rule, usual: float | None) -> str:
+    """That a scale fails the model where it was trained, in a sentence; empty where it does not."""
+    loss = curves.loss_at(train_length, max(1, train_length // 4))
+    if usual is None or loss <= usual + rule.inside_margin:
+        return ""
+    return (
+        "Under this scale the model already fails inside its training length, so there is no trend to leave: its loss "
+        f"before {train_length:,} tokens is {loss:.2f}, and {usual:.2f} without the scale."
     )
 
 
@@ -250,6 +309,7 @@ def _verdict(
     coincide: bool | None,
     distracted: str,
     start: str,
+    mend: str,
 ) -> str:
     if loss_knee is None and entropy_knee is None:
         times = f"{longest / train_length:.3g} × the training length"
@@ -261,7 +321,7 @@ def _verdict(
         )
     where = f"Loss leaves its trend at {loss_knee:,} tokens, {loss_knee / train_length:.2f} × the training length"
     if entropy_knee is None:
-        return f"{where}, but entropy does not: this is no distraction, and a scale alone will not mend it."
+        return f"{where}, but entropy does not: this is no distraction{mend}."
     meet = "where entropy does too" if coincide else f"and entropy its own at {entropy_knee:,}"
     return f"{where}, {meet}: {distracted} heads are distracted{start}."
 

@@ -32,7 +32,7 @@ from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import write_text
-from farspan.loading import BASE, TWINS, first_line, is_patch, load_config, load_for_text, patch_in
+from farspan.loading import BASE, TWINS, check_source, first_line, is_patch, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
@@ -123,7 +123,7 @@ def evaluate(
     check_used(suite, scope)
     if vs is None and any(gate.relative for gate in gates):
         vs, position = _base_of(source, position)
-    check_folder(out)
+    check_folder(out, "eval")
     if vs is not None:
         _check_base(vs, position=position, trust_remote_code=trust_remote_code)
 
@@ -171,11 +171,8 @@ def evaluate(
 
 
 def _check_base(source: str | Path, **options: Any) -> None:
-    """Tell of a base that is not there before the model is measured, not after."""
-    if is_patch(source):
-        Patch.load(Path(source))
-    elif Path(source).suffix != ".gguf":
-        load_config(source, **options)
+    """Tell of a base that is not there, or not whole, before the model is measured, not after."""
+    check_source(source, **options)
 
 
 def _subject(source: str | Path, **options: Any) -> Subject:

@@ -22,7 +22,7 @@ from farspan.lab.study import as_rows, parse_range
 from farspan.lab.tasks import draw, find_task
 from farspan.lab.theorems import Proof, Reading, linear, look_back, prove, read_positions
 from farspan.lab.words import Words
-from farspan.loading import chosen_device, load, load_for_text
+from farspan.loading import check_source, chosen_device, load, load_for_text
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
@@ -170,10 +170,13 @@ def theorems(
     tokens from the hidden states of models."""
     if out is not None:
         check_free(out)
+    device = chosen_device(device)
+    for source in sources:
+        check_source(source)
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
     readings = {}
     for source, name in zip(sources, model_names(sources), strict=True):
-        model, tokenizer = load_for_text(source, device=chosen_device(device))
+        model, tokenizer = load_for_text(source, device=device)
         ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
         _check_finite(model, ids.split(1), name)
         readings[name] = read_positions(model, ids)

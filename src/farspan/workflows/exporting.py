@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention import seam
 from farspan.attention.patch import Patch, set_rope
-from farspan.attention.scales import Scales
 from farspan.data.documents import PYTHON_DOCS, read_documents
 from farspan.errors import FarspanError, ProofError
 from farspan.files import check_free, new_folder, write_text
@@ -29,7 +28,7 @@ from farspan.formats.stock import to_stock
 from farspan.loading import Loaded, chosen_device, load, load_base, patch_in
 from farspan.model import FarspanForCausalLM
 from farspan.record import write_record
-from farspan.workflows.inspection import longest
+from farspan.workflows.inspection import check_finite, longest, patch_parts
 from farspan.workflows.inspection import train_length as trained_on
 
 TOKENS = 256  # compared inside the training length, and as many right after it
@@ -110,6 +109,8 @@ def export(
     job = Job(Path(source), patch, model, tokenizer, DTYPES[dtype])
     samples = _samples(job)
     expected = {where: logits(model, ids, keep=TOKENS) for where, ids in samples.items()}
+    for where, found in expected.items():
+        check_finite(model, found, f"{source} on text {where} the training length")
     with new_folder(Path(out)) as new:
         FORMATS[format].write(job, new)
         again = FORMATS[format].read(job, new)
@@ -289,11 +290,15 @@ def _card(job: Job, done: Exported) -> str:
         "## Again",
         "",
         "```",
-        f"farspan export {job.source.name} -o {done.folder.name} --format {done.format}",
+        f"farspan export {job.source.name} -o {done.folder.name} --format {done.format}{_dtype_option(job)}",
         "```",
         "",
     ]
     return "\n".join(lines)
+
+
+def _dtype_option(job: Job) -> str:
+    return "" if job.dtype == torch.float32 else f" --dtype {str(job.dtype).removeprefix('torch.')}"
 
 
 def _contents(job: Job) -> list[str]:
@@ -304,16 +309,6 @@ def _contents(job: Job) -> list[str]:
         f"{_origin(job)}, extended from {patch.train_length:,} to {patch.target:,} tokens by the method "
         f"`{patch.method}` of farspan."
     ]
-    if patch.scales is not None:
-        lines += ["", f"Attention scales of {len(patch.scales.layers)} layers: {_statistics(patch.scales)}."]
-    if patch.rope is not None:
-        lines += ["", f"Rope parameters: `{dict(patch.rope)}`."]
-    if patch.weights is not None:
-        lines += ["", f"Tuned weights: {len(patch.weights)} tensors."]
+    for part in patch_parts(patch):
+        lines += ["", f"{part[0].upper()}{part[1:]}."]
     return lines
-
-
-def _statistics(scales: Scales) -> str:
-    base = scales.base.detach()
-    spread = f"least {base.min():.3f}, mean {base.mean():.3f}, largest {base.max():.3f}"
-    return spread if scales.constant else f"{spread}, growing by the basis `{scales.basis}`"

@@ -183,7 +183,7 @@ def extend(
             f"whatever --train-length {length} says; leave that away, or choose ntk or yarn"
         )
     layers = probe(model)
-    notes = (*_suited(names, layers, str(source)), *_idle(names, layers, how))
+    notes = (*suited(names, layers, str(source)), *_idle(names, layers, how))
     splits = _splits(data, tokenizer, to, how)
     ready()
     job = job_for(
@@ -218,7 +218,7 @@ def extend(
             curves={"before": before[1], "after": after[1]},
             proof=math.nan,
             effect=math.nan,
-            notes=(*notes, *why),
+            notes=(*notes, *why, *_worse(before[0], after[0], to)),
         )
         if state.is_main_process:
             with new_folder(out) as new:
@@ -266,10 +266,13 @@ def _searching(job: Job, how: Extension, method: str) -> Iterator[None]:
     text = hashlib.sha256(job.search.numpy().tobytes() + job.choose.numpy().tobytes()).hexdigest()
     mine = f"# {method} to {job.target} from {job.train_length}, weights {job.model}, text {text}\n{to_toml(free)}"
     file = folder / "claim.toml"  # what sets one search apart from another
-    if file.exists() and file.read_text(encoding="utf-8") != mine:
-        raise FarspanError(f"{folder} holds the unfinished search of another extension; finish that one, or remove it")
     first = processes().is_main_process
     with alone(folder):
+        begun = list(folder.glob("*/checkpoints/step-*"))
+        if begun and file.exists() and file.read_text(encoding="utf-8") != mine:
+            raise FarspanError(
+                f"{folder} holds the unfinished search of another extension; finish that one, or remove it"
+            )
         if first:
             write_text(file, mine)
         try:
@@ -373,7 +376,7 @@ def _checked_length(source: str | Path, to: int, length: int | None, rows: int |
     return length
 
 
-def _suited(names: list[str], layers: Sequence[Layer], source: str) -> tuple[str, ...]:
+def suited(names: list[str], layers: Sequence[Layer], source: str) -> tuple[str, ...]:
     """Refuse methods for which this model has not what they work on; what is unusual is said."""
     kinds = {layer.position for layer in layers}
     rotary = "rope" in kinds
@@ -478,6 +481,16 @@ def _measured(
                 forget_lengths(model)
                 found[f"passkey@{mark}"] = passkey_share(model, tokenizer, mark, keys=how.passkeys, seed=how.seed)
     return found, curve
+
+
+def _worse(before: Mapping[str, float], after: Mapping[str, float], to: int) -> Iterator[str]:
+    """What every user would want to know of a patch before it is used."""
+    was, now = before[f"loss@{to}"], after[f"loss@{to}"]
+    if now > was:
+        yield (
+            f"the patch makes the loss at {to} tokens worse ({was:.3f} before, {now:.3f} after); search longer, or "
+            "choose another method"
+        )
 
 
 def marks(job: Job) -> list[int]:

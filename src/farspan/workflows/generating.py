@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
 
 from farspan.errors import FarspanError
 from farspan.evals.decoding import end_tokens, own_settings_set_aside
 from farspan.loading import chosen_device, load_for_text, quiet
-from farspan.workflows.inspection import longest
+from farspan.workflows.inspection import check_finite, longest
+
+COLDEST = 1e-6  # of a temperature: logits divided by it are still numbers
 
 
 def read_prompt(file: Path) -> str:
@@ -46,6 +48,11 @@ def generate(
         raise FarspanError(f"{tokens} tokens are none; ask for 1 or more")
     if not 0 <= temperature < float("inf"):
         raise FarspanError(f"a temperature of {temperature:g} has no meaning; give 0 for the likeliest, or more")
+    if 0 < temperature < COLDEST:
+        raise FarspanError(
+            f"a temperature of {temperature:g} is too small to divide by; give 0 for the likeliest token, or "
+            f"{COLDEST:g} or more"
+        )
     if not 0 <= seed < 2**64:
         raise FarspanError(f"a seed of {seed} is out of range; give a number from 0 to 2^64 - 1")
     options = {"position": position, "device": chosen_device(device), "trust_remote_code": trust_remote_code}
@@ -68,14 +75,18 @@ def generate(
     }
     if temperature > 0:
         given |= {"temperature": temperature, "top_k": 0}  # of all tokens, and not of transformers' fifty likeliest
-    return _pieces(model, tokenizer, given, seed)
+    return _pieces(model, tokenizer, given, seed, str(source))
 
 
-def _pieces(model: PreTrainedModel, tokenizer, options: dict, seed: int) -> Iterator[str]:
+def _pieces(model: PreTrainedModel, tokenizer, options: dict, seed: int, name: str) -> Iterator[str]:
     """What `model.generate` says, as it says it: it runs in a thread, and stops when nobody listens any more."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     left = threading.Event()
     failed: list[BaseException] = []
+
+    def finite(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        check_finite(model, scores, f"{name} after {ids.shape[1]} tokens")
+        return scores
 
     def work() -> None:
         try:
@@ -84,6 +95,7 @@ def _pieces(model: PreTrainedModel, tokenizer, options: dict, seed: int) -> Iter
                 model.generate(
                     **options,
                     streamer=streamer,
+                    logits_processor=LogitsProcessorList([finite]),
                     stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: _all(ids, left.is_set())]),
                 )
         except BaseException as error:  # told to the one who listens

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
-from farspan.errors import FarspanError
+from farspan.diagnosis.curves import broken_weight
+from farspan.errors import CorruptError, FarspanError
 from farspan.files import weight_files
-from farspan.formats.fold import Site, find_sites
-from farspan.loading import first_line, is_patch, load, load_config, needed_attention
+from farspan.formats.fold import Site, find_sites, logits, random_tokens
+from farspan.loading import first_line, is_patch, load, load_config, needed_attention, patch_in
 
 BUILDABLE = 300_000_000  # parameters of a model that is built whole when it cannot be built small
 
@@ -59,6 +62,7 @@ class Inspection:
     layers: tuple[LayerReport, ...]
     fold: FoldReport
     warnings: tuple[str, ...]
+    patch: dict[str, Any] | None = None  # what a patch folder adds to its base model
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +84,51 @@ def inspect(
         if not weight_files(folder):
             return _inspect_config(config, str(source), trust_remote_code)
     model, _ = load(source, position=position, trust_remote_code=trust_remote_code)
-    return _inspect_model(model, str(source))
+    _check_weights(model, str(source))
+    found, patch = _inspect_model(model, str(source)), patch_in(source)
+    if patch is None:
+        return found
+    note = f"patched by {patch.method} for {patch.target:,} tokens: {'; '.join(patch_parts(patch))}"
+    return replace(found, patch=patch.for_others().describe(), warnings=(note, *found.warnings))
+
+
+def _check_weights(model: PreTrainedModel, name: str) -> None:
+    """Refuse damaged weights, for what is seen of such a model is none of its nature."""
+    try:
+        check_finite(model, logits(model, random_tokens(model)), name)
+    except CorruptError:
+        raise
+    except Exception:  # numbers that outgrow their type, or a family that needs more to run, as the probe will tell
+        return
+
+
+def check_finite(model: PreTrainedModel, found: Tensor, name: str) -> None:
+    """Refuse logits [..., V] that are NaN or infinite: no token is likeliest, and nothing equals them."""
+    if bool(found.amax(-1).isfinite().all()):  # the largest is NaN where one is; −∞ may hide a token on purpose
+        return
+    told = f"the logits of {name} are not finite"
+    if (weight := broken_weight(model)) is not None:
+        raise CorruptError(f"{told}, for {weight} holds NaN or infinity; fetch or export the checkpoint again")
+    kind = str(model.dtype).removeprefix("torch.")
+    raise FarspanError(f"{told}, for numbers outgrow {kind}; give shorter text, or a checkpoint in a wider precision")
+
+
+def patch_parts(patch: Patch) -> list[str]:
+    """What a patch changes, in words."""
+    parts = []
+    if patch.scales is not None:
+        parts.append(f"attention scales of {len(patch.scales.layers)} layers: {_statistics(patch.scales)}")
+    if patch.rope is not None:
+        parts.append(f"rope parameters: `{dict(patch.rope)}`")
+    if patch.weights is not None:
+        parts.append(f"tuned weights: {len(patch.weights)} tensors")
+    return parts
+
+
+def _statistics(scales: Scales) -> str:
+    base = scales.base.detach()
+    spread = f"least {base.min():.3f}, mean {base.mean():.3f}, largest {base.max():.3f}"
+    return spread if scales.constant else f"{spread}, growing by the basis `{scales.basis}`"
 
 
 def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Inspection:
@@ -89,7 +137,7 @@ def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool
         with torch.device("meta"):
             parameters = _count(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
         try:
-            small = _small_model(config, trust_remote_code)
+            small = small_model(config, trust_remote_code)
             return _inspect_model(small, name, config, parameters, [note])
         except Exception:  # a family whose sizes depend on each other in ways of its own
             if parameters > BUILDABLE:
@@ -278,7 +326,7 @@ def _count(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _small_model(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def small_model(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """A random model with every layer of the config, thin where thinness changes no pattern. Heads keep their
     width: much depends on it."""
     small = copy.deepcopy(config)

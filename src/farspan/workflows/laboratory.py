@@ -107,7 +107,7 @@ def run(
     """
     study, out = read_study(source, changes), Path(out)
     device = chosen_device(device)
-    check_folder(out)
+    check_folder(out, "lab run")
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
     bench = _Bench(study, Words(), device, _results(study, keys, out, say), out, progress, say)
     write_text(out / "recipe.toml", to_toml(study))

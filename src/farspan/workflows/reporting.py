@@ -24,6 +24,8 @@ def report(
     out = Path(out)
     if out.is_dir():
         raise FarspanError(f"{out} is a folder; name a file, as {out / 'report.html'}")
+    if out.suffix not in (".html", ".htm"):
+        raise FarspanError(f"a report is a page, and {out} is not named as one; end it in .html")
     runs = [_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)]
     script = _plotly()
     for run, folder in zip(runs, folders, strict=True):

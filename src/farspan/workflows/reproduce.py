@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch
+from farspan.attention.probe import probe
 from farspan.cells import WAIT, Cells, check_folder, key_of, sweep
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
@@ -29,9 +30,9 @@ from farspan.diagnosis.knees import Rule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_share
 from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
-from farspan.loading import chosen_device, load_for_text
+from farspan.loading import check_source, chosen_device, load_config, load_for_text, load_tokenizer
 from farspan.methods.headscale import best_uniform
-from farspan.methods.uniform import full_grid
+from farspan.methods.uniform import STEP, full_grid
 from farspan.progress import Progress, silent
 from farspan.recipe import changed, load_recipe, to_toml
 from farspan.report.figures import Figure, best_scales, losses_of_methods, save
@@ -47,7 +48,9 @@ from farspan.workflows.extending import (
     fit_in_turn,
     in_exact_numbers,
     job_for,
+    suited,
 )
+from farspan.workflows.inspection import small_model
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import pretrain, read_recipe
 
@@ -81,6 +84,9 @@ class Study:
         for name in ("methods", "factors", "seeds", "report"):
             if not getattr(self, name):
                 raise FarspanError(f"{name} is empty, and so is the study; name at least one")
+        for model, methods in self.methods.items():
+            if not methods:
+                raise FarspanError(f"methods.{model} is empty; name at least one method, or none: the model as it is")
         # Of what is named twice there is one cell, and the study would wait for the other.
         lists = {f"methods.{model}": methods for model, methods in self.methods.items()}
         lists |= {name: getattr(self, name) for name in ("factors", "seeds", "report", "grids")}
@@ -91,6 +97,7 @@ class Study:
             if model not in self.methods:
                 known = ", ".join(self.methods)
                 raise FarspanError(f"grids names {model!r}, which is not under [methods] ({known}); add it there")
+        self._check_numbers()
         self._check_texts()
 
     def path(self, file: str) -> Path:
@@ -99,6 +106,23 @@ class Study:
     @property
     def files(self) -> tuple[str, ...]:
         return self.search, self.choose, *self.report
+
+    def _check_numbers(self) -> None:
+        for name in ("report_windows", "report_factor", "passkeys"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if min(self.factors) < 1:
+            raise FarspanError(
+                f"factors names {min(self.factors)}, and a target is so many training lengths; give 1 or more"
+            )
+        for seed in self.seeds:
+            if not 0 <= seed < 2**20:
+                raise FarspanError(f"seeds names {seed}; choose each from 0 to {2**20 - 1}")
+        if not STEP <= self.grid_low <= self.grid_high:
+            raise FarspanError(
+                f"grid_low is {self.grid_low:g} and grid_high {self.grid_high:g}, and no scale lies between; let "
+                f"grid_low be {STEP} or more, and grid_high no less than it"
+            )
 
     def _check_texts(self) -> None:
         """What was searched or chosen by is not reported on, and each text that is has a name of its own."""
@@ -224,9 +248,11 @@ def reproduce(
     study, out = read_study(source, changes), Path(out)
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     device = chosen_device(device)
-    check_folder(out)
+    check_folder(out, "reproduce")
     texts = Texts(study)
     texts.check()
+    for model in study.methods:
+        _check_model(texts, model)
     store = Cells(out, say=say)
     write_text(out / "recipe.toml", to_toml(study))
     found: dict[Cell | Grid, dict[str, Any]] = {}
@@ -309,14 +335,42 @@ def _weights(folder: Path) -> list[str]:
     return [sha256_of(file) for file in weight_files(folder)] if folder.is_dir() else [str(folder)]
 
 
+def _check_model(texts: Texts, name: str) -> None:
+    """Refuse a model that cannot be had, or that a method or a text does not suit, before anything is trained."""
+    study = texts.study
+    trained = _trained(study, name)
+    try:
+        if trained is not None:
+            check_source(trained)
+        config = load_config(trained) if trained else read_recipe(name).config()
+    except FarspanError as error:
+        raise type(error)(f"methods.{name} names a model that cannot be had: {error}") from None
+    fitted = [method.partition(":")[0] for method in study.methods[name] if method != "none"]
+    layers = probe(small_model(config, False)) if fitted else []
+    for method in fitted:
+        suited(method.split("+"), layers, f"{name} (methods.{name})")
+    if trained is None:
+        return  # its tokenizer is still to be made
+    length = trained_on(config)
+    if length is None:
+        raise FarspanError(f"the config of {name} (methods.{name}) does not tell its training length; add it there")
+    texts.check_long_enough(name, load_tokenizer(trained), length)
+
+
+def _trained(study: Study, name: str) -> Path | None:
+    """Where a twin, or a model that was trained before, is found."""
+    if name.endswith("-twin"):
+        return Path(name)
+    folder = Path(study.runs) / name / "model"
+    return folder if folder.exists() else None
+
+
 def find_model(study: Study, name: str, store: Cells, progress: Progress) -> Path | None:
     """The trained model of a recipe: a twin, one that was trained before, or one trained now; None while another
     process trains it."""
-    if name.endswith("-twin"):
-        return Path(name)
+    if (trained := _trained(study, name)) is not None:
+        return trained
     folder = Path(study.runs) / name
-    if (folder / "model").exists():
-        return folder / "model"
     with store.claimed([f"model-{name}"]) as mine:
         if not mine:
             return None
@@ -358,6 +412,20 @@ class Texts:
         for file in self.study.files:
             if not (path := self.study.path(file)).exists():
                 raise FarspanError(f"{path} does not exist, and the study reads it; say where it lies with folder=PATH")
+
+    def check_long_enough(self, model: str, tokenizer: Any, length: int) -> None:
+        """Refuse a text without one document that is as long as the longest window cut from it."""
+        study, target = self.study, length * max(self.study.factors)
+        asked = [("report", file, length * study.report_factor) for file in study.report]
+        if set(study.methods[model]) != {"none"}:
+            asked += [("search", study.search, round(BEYOND * target)), ("choose", study.choose, target)]
+        if model in study.grids:
+            asked.append(("choose", study.choose, 8 * length))
+        for key, file, reach in asked:
+            try:
+                cut_windows(read_documents(study.path(file)), tokenizer, reach, 1)
+            except FarspanError as error:
+                raise type(error)(f"{key} names {file}, which does not serve {model}: {error}") from None
 
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
