@@ -63,20 +63,29 @@ def _owner(folder: Path) -> str | None:
     return "reproduce" if (folder / "results.json").is_file() else None
 
 
+class _Asked(BaseException):
+    """Asked to stop. No Exception, for those are caught by libraries that go on without what they tried."""
+
+
 @contextmanager
 def stoppable(folder: Path) -> Iterator[None]:
     """Asked to stop by SIGTERM, a command on a results folder releases its claims, ends, and says how to go on."""
 
     def stop(number: int, frame: Any) -> None:
-        raise PreemptedError(
-            f"stopped by SIGTERM; what is finished is in {folder}, so give the same command again to go on"
-        )
+        signal.setitimer(signal.ITIMER_REAL, 1.0)  # asked again: what is raised where C calls Python can get lost
+        raise _Asked
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
+    except _Asked:
+        raise PreemptedError(
+            f"stopped by SIGTERM; what is finished is in {folder}, so give the same command again to go on"
+        ) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Cells:
