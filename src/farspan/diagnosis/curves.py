@@ -88,6 +88,17 @@ def check_losses(model: PreTrainedModel, losses: Tensor, name: str) -> None:
         raise _not_finite(model, f"the loss of {name}", float(losses[first]), first + 1)
 
 
+def check_finite(model: PreTrainedModel, found: Tensor, name: str) -> None:
+    """Refuse logits [..., V] that are NaN or infinite: no token is likeliest, and nothing equals them."""
+    if bool(found.amax(-1).isfinite().all()):  # the largest is NaN where one is; −∞ may hide a token on purpose
+        return
+    told = f"the logits of {name} are not finite"
+    if (weight := broken_weight(model)) is not None:
+        raise CorruptError(f"{told}, for {weight} holds NaN or infinity; fetch or export the checkpoint again")
+    kind = str(model.dtype).removeprefix("torch.")
+    raise FarspanError(f"{told}, for numbers outgrow {kind}; give shorter text, or a checkpoint in a wider precision")
+
+
 def _check_entropy(model: PreTrainedModel, heads: dict[int, Tensor], positions: np.ndarray, name: str) -> None:
     """Scores may outgrow their numbers where the loss, which sees no more than the largest of them, does not."""
     for layer, table in heads.items():

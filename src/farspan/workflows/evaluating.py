@@ -24,8 +24,8 @@ from farspan.attention.patch import Patch
 from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.data.passkey import SCORED, Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
-from farspan.diagnosis.curves import broken_weight
-from farspan.errors import CorruptError, FarspanError
+from farspan.diagnosis.curves import check_finite
+from farspan.errors import FarspanError
 from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
 from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
@@ -125,7 +125,7 @@ def evaluate(
         vs, position = _base_of(source, position)
     check_folder(out, "eval")
     if vs is not None:
-        _check_base(vs, position=position, trust_remote_code=trust_remote_code)
+        check_source(vs, position=position, trust_remote_code=trust_remote_code)  # before the other one is measured
 
     place = device or state.device
 
@@ -170,11 +170,6 @@ def evaluate(
     return found
 
 
-def _check_base(source: str | Path, **options: Any) -> None:
-    """Tell of a base that is not there, or not whole, before the model is measured, not after."""
-    check_source(source, **options)
-
-
 def _subject(source: str | Path, **options: Any) -> Subject:
     model, tokenizer = load_for_text(source, **options)
     model = in_exact_numbers(model)
@@ -201,12 +196,7 @@ def _check_head(model: PreTrainedModel, source: str | Path) -> None:
     """Logits are made of a few positions alone; prove on some tokens that they are the model's own."""
     ids = torch.arange(16, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     own = model(input_ids=ids, use_cache=False).logits[:, -4:].float()
-    if not bool(own.amax(-1).isfinite().all()):  # the largest is NaN where one is; −∞ may hide a token on purpose
-        told = f"the logits of {source} are not finite on a text of {ids.shape[1]} tokens, the first of its vocabulary"
-        if (weight := broken_weight(model)) is not None:
-            raise CorruptError(f"{told}, for {weight} holds NaN or infinity; fetch or export the checkpoint again")
-        kind = str(model.dtype).removeprefix("torch.")
-        raise FarspanError(f"{told}, for numbers outgrow {kind}; give a checkpoint in a wider precision")
+    check_finite(model, own, f"{source} on {ids.shape[1]} tokens, the first of its vocabulary,")
     difference = float((ending_logits(model, ids, 4).float() - own).abs().max())
     if not difference <= 1e-2 * float(own.abs().max()):
         raise FarspanError(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention import seam
 from farspan.attention.patch import Patch, set_rope
 from farspan.data.documents import PYTHON_DOCS, read_documents
+from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError, ProofError
 from farspan.files import check_free, new_folder, write_text
 from farspan.formats.fold import Proof, fold, logits, prove
@@ -28,7 +29,7 @@ from farspan.formats.stock import to_stock
 from farspan.loading import Loaded, chosen_device, load, load_base, patch_in
 from farspan.model import FarspanForCausalLM
 from farspan.record import write_record
-from farspan.workflows.inspection import check_finite, longest, patch_parts
+from farspan.workflows.inspection import longest, patch_parts
 from farspan.workflows.inspection import train_length as trained_on
 
 TOKENS = 256  # compared inside the training length, and as many right after it

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
 
+from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError
 from farspan.evals.decoding import end_tokens, own_settings_set_aside
 from farspan.loading import chosen_device, load_for_text, quiet
-from farspan.workflows.inspection import check_finite, longest
+from farspan.workflows.inspection import longest
 
 COLDEST = 1e-6  # of a temperature: logits divided by it are still numbers
 

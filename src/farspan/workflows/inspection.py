@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
-from farspan.diagnosis.curves import broken_weight
+from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
@@ -100,17 +99,6 @@ def _check_weights(model: PreTrainedModel, name: str) -> None:
         raise
     except Exception:  # numbers that outgrow their type, or a family that needs more to run, as the probe will tell
         return
-
-
-def check_finite(model: PreTrainedModel, found: Tensor, name: str) -> None:
-    """Refuse logits [..., V] that are NaN or infinite: no token is likeliest, and nothing equals them."""
-    if bool(found.amax(-1).isfinite().all()):  # the largest is NaN where one is; −∞ may hide a token on purpose
-        return
-    told = f"the logits of {name} are not finite"
-    if (weight := broken_weight(model)) is not None:
-        raise CorruptError(f"{told}, for {weight} holds NaN or infinity; fetch or export the checkpoint again")
-    kind = str(model.dtype).removeprefix("torch.")
-    raise FarspanError(f"{told}, for numbers outgrow {kind}; give shorter text, or a checkpoint in a wider precision")
 
 
 def patch_parts(patch: Patch) -> list[str]:
