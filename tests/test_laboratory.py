@@ -36,7 +36,9 @@ from farspan.lab.study import (
     Shape,
     Study,
     as_rows,
+    begun,
     cells_of,
+    config_of,
     describe,
     fleets,
     material,
@@ -272,6 +274,17 @@ def test_every_length_is_trained_on_as_often():
     assert len({tuple(row.tolist()) for row in found.train.ids[found.train.start == lengths[0]]}) == 2
 
 
+@pytest.mark.parametrize("encoding", ["none", "t5"])
+def test_scores_begin_as_large_without_a_root_of_d(encoding):
+    words, ids = Words(), torch.arange(12)[None]
+    usual, unscaled = (
+        begun(config_of(Shape(2, 32, 2, 64, base_scale=scale), encoding, words, 12, 12), 0, False).eval()
+        for scale in (0.0, 1.0)
+    )
+    with torch.no_grad():
+        assert torch.equal(usual(ids).logits, unscaled(ids).logits), "1/√16 is exact wherever it is multiplied"
+
+
 def test_theorems_are_proven_and_positions_read(tmp_path):
     found = theorems(["nope-twin"], length=64, windows=4, out=tmp_path / "positions")
     assert all(proof.position_error < 1e-6 and proof.score_error < 1e-6 for proof in found.proofs)
@@ -317,6 +330,12 @@ def test_models_that_did_not_learn_have_no_rank_and_are_counted():
     assert rows[0] == ["copy", "0.500 (1 of 2)", "0.400", "not learnt (0.50)"]
     assert rank_table(found)[1] == [["small", "none", "0.750 (2)", "0.750 (2)", ""]]
     assert scale_table(found)[1] == [["1", "0.300", "0.300", ""], ["1.2", "0.500", "0.500", ""]]
+
+
+def test_encodings_keep_their_order_whichever_is_finished_first():
+    some = {cell("copy", "alibi"): result(1.0, 0.5), cell("scan", "none"): result(1.0, 0.4)}
+    for table in (accuracy_table, rank_table, scale_table):
+        assert table(entries(some))[0][-2:] == ["none", "alibi"]
 
 
 def test_a_model_that_diverged_is_said_to_have(tmp_path):

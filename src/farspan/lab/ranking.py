@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.lab.study import Cell
+from farspan.lab.study import ENCODINGS, Cell
 
 LEARNT = 0.95  # exact match in range, from which on a model knows its task
 
@@ -117,10 +117,15 @@ def reciprocal_ranks(scores: Mapping[str, float]) -> dict[str, float]:
 # Tables.
 
 
+def encodings_of(found: Sequence[Entry]) -> list[str]:
+    """Those that a study has results of, in an order that does not depend on which of them came first."""
+    return sorted({entry.encoding for entry in found}, key=list(ENCODINGS).index)
+
+
 def accuracy_table(found: Sequence[Entry]) -> Table:
     """Exact match beyond the range, tasks by encodings: the mean of the seeds that learnt it and half their spread; in
     brackets how many learnt it, where not all did, or what they reached in range, where none did."""
-    encodings = list(dict.fromkeys(entry.encoding for entry in found))
+    encodings = encodings_of(found)
     rows = list(dict.fromkeys((entry.task, entry.size, entry.scratchpad) for entry in found))
     several = [len({row[place] for row in rows}) > 1 for place in range(3)]
     shown = [place for place in range(3) if place == 0 or several[place]]
@@ -146,7 +151,7 @@ def rank_table(found: Sequence[Entry]) -> Table:
     parts: dict[tuple[str, str], list[Entry]] = {}
     for entry in found:
         parts.setdefault((entry.size, entry.scratchpad), []).append(entry)
-    encodings = list(dict.fromkeys(entry.encoding for entry in found))
+    encodings = encodings_of(found)
     rows = []
     for (size, scratchpad), some in parts.items():
         told = {rank.encoding: f"{rank.reciprocal:.3f} ({rank.tasks})" for rank in ranks(some)}
@@ -156,7 +161,7 @@ def rank_table(found: Sequence[Entry]) -> Table:
 
 def scale_table(found: Sequence[Entry]) -> Table:
     """Exact match beyond the range with every score times λ̂, the mean over all that learnt."""
-    encodings = list(dict.fromkeys(entry.encoding for entry in found))
+    encodings = encodings_of(found)
     scales = list(found[0].results[0]["scaled"])
     rows = []
     for scale in dict.fromkeys(["1", *scales]):

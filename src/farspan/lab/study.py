@@ -37,7 +37,7 @@ ENCODINGS: dict[str, tuple[str, float]] = {
 }
 SIGHT = 256  # examples by which the length of a task's rows is judged
 NEAR = 2.2  # rows that are so many times longer train in another fleet, for all are padded to the longest
-FORMAT = 2  # of a cell's result
+FORMAT = 3  # of a cell's result
 LONGEST = 10_000
 
 
@@ -314,13 +314,18 @@ def fleet_of(study: Study, cells: Sequence[Cell], found: Sequence[Material], wor
     models = {}
     for cell in cells:
         if cell.seed not in models:
-            models[cell.seed] = _begun(config, cell.seed, study.sizes[cell.size].zero_outputs)
+            models[cell.seed] = begun(config, cell.seed, study.sizes[cell.size].zero_outputs)
     return Fleet([models[cell.seed] for cell in cells], device)
 
 
-def _begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
+def begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
+    """An untrained model. Scores begin as large whatever multiplies them: T5 does without 1/√d because its queries
+    begin that much smaller, and where they do not, attention begins on single tokens and stays there."""
     torch.manual_seed(seed)
     model = FarspanForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= config.head_dim**-0.5 / config.base_scale
     if silent:
         zero_outputs(model)
     return model
