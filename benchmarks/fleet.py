@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from farspan.lab.fleet import Fleet, Lesson, Plan, Recorded, Rows
+from farspan.lab.fleet import Fleet, Rows
+from farspan.lab.lesson import Lesson, Plan, Recorded
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.fast import compile_layers, quick_attention
 from farspan.train.optim import Optimization, optimizers

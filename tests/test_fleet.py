@@ -13,7 +13,9 @@ from farspan.attention import seam
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.lab import fleet as stacked
-from farspan.lab.fleet import Fleet, Lesson, Plan, Rows, chances, over_models, tells, train
+from farspan.lab import lesson
+from farspan.lab.fleet import Fleet, Rows, over_models, tells
+from farspan.lab.lesson import Lesson, Plan, chances, train
 from farspan.lab.study import ENCODINGS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.train.optim import Optimization, optimizers, set_rate
@@ -117,7 +119,7 @@ def test_a_model_that_diverges_harms_no_other():
 
 def test_buckets_hold_every_row_once_and_pad_little():
     data = rows(41, 0, longest=21)
-    buckets = stacked._buckets([data, rows(17, 1), data], 4, torch.device("cpu"))
+    buckets = lesson._buckets([data, rows(17, 1), data], 4, torch.device("cpu"))
     assert sum(len(bucket.rows) for bucket in buckets) == 41 + 17
     widths = [bucket.rows.ids.shape[1] for bucket in buckets]
     assert widths == sorted(widths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +52,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 def main() -> None:
     """Run a command; a mistake of the user's is one sentence and an exit code, never a traceback."""
+    # What torch says of every norm whose weights stay float32 under autocast, and nobody at a terminal can use.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     try:
         app()
     except FarspanError as error:

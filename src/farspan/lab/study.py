@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from farspan.errors import FarspanError
-from farspan.lab.fleet import Fleet, Plan, Rows, tells, wide
+from farspan.lab.fleet import Fleet, Rows, tells, wide
+from farspan.lab.lesson import Plan
 from farspan.lab.scratchpad import parse_parts
 from farspan.lab.tasks import Example, Range, draw, find_task, splits
 from farspan.lab.words import Words
@@ -323,9 +324,9 @@ def begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
     begin that much smaller, and where they do not, attention begins on single tokens and stays there."""
     torch.manual_seed(seed)
     model = FarspanForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= config.head_dim**-0.5 / config.base_scale
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_proj.weight"):
+            parameter.data *= config.head_dim**-0.5 / config.base_scale
     if silent:
         zero_outputs(model)
     return model

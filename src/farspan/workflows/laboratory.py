@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from farspan.cells import WAIT, Cells, check_folder, key_of
 from farspan.errors import FarspanError
 from farspan.files import new_folder, write_text
-from farspan.lab.fleet import train
+from farspan.lab.lesson import train
 from farspan.lab.ranking import (
     Entry,
     Rank,
