@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.cells import Cells, check_folder, finish, key_of, sweep
-from farspan.errors import FarspanError
+from farspan.cells import Cells, check_folder, finish, key_of, stoppable, sweep
+from farspan.errors import FarspanError, PreemptedError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -234,6 +234,21 @@ def test_a_command_that_is_asked_to_stop_says_how_to_go_on(tmp_path):
     assert "stopped by SIGTERM; what is finished is in" in said
     assert "Traceback" not in said
     assert not any(claims.iterdir())
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_to_stop_that_is_lost_is_repeated_in_silence(tmp_path):
+    class Leaving:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)  # Python drops what is raised here, and prints it
+
+    hook = sys.unraisablehook
+    with pytest.raises(PreemptedError, match="stopped by SIGTERM"), stoppable(tmp_path):
+        leaving = Leaving()
+        del leaving
+        for _ in range(100):
+            time.sleep(0.1)
+    assert sys.unraisablehook is hook
 
 
 def test_a_folder_of_another_command_is_left_alone(tmp_path):

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon
 
@@ -39,13 +39,15 @@ def ids() -> torch.Tensor:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.floats(0.1, 30))
+@example(4458, 2, 27.75)
 @settings(max_examples=60, deadline=None)
 def test_jsd_is_scipys_and_bounded(seed, keys, sharpness):
     draw = np.random.default_rng(seed)
     p, q = torch.from_numpy(draw.normal(size=(2, 5, keys)) * sharpness).softmax(-1)
     found = jsd(p, q)
-    wanted = [jensenshannon(one, other) ** 2 for one, other in zip(p.numpy(), q.numpy(), strict=True)]
-    assert np.allclose(found, wanted, atol=1e-9)
+    with np.errstate(invalid="ignore"):  # of rows that are alike SciPy may take the root of a rounding error below 0
+        wanted = [jensenshannon(one, other) ** 2 for one, other in zip(p.numpy(), q.numpy(), strict=True)]
+    assert np.allclose(found, np.nan_to_num(wanted), atol=1e-9)
     assert (found <= math.log(2) + 1e-12).all()
     assert (jsd(p, p) == 0).all()
     assert torch.allclose(found, jsd(q, p))

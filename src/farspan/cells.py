@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -75,6 +76,11 @@ def stoppable(folder: Path) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 1.0)  # asked again: what is raised where C calls Python can get lost
         raise _Asked
 
+    def ignored(lost: Any) -> None:  # as in a __del__: nobody needs to know, for it is asked again
+        if lost.exc_type is not _Asked:
+            told(lost)
+
+    told, sys.unraisablehook = sys.unraisablehook, ignored
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
@@ -86,6 +92,7 @@ def stoppable(folder: Path) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = told
 
 
 class Cells:
