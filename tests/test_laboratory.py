@@ -285,6 +285,24 @@ def test_scores_begin_as_large_without_a_root_of_d(encoding):
         assert torch.equal(usual(ids).logits, unscaled(ids).logits), "1/√16 is exact wherever it is multiplied"
 
 
+def test_the_papers_network_begins_as_t5_does():
+    """Deviations of N(0, 1/inputs), and of queries that times 1/√(width of a head)."""
+    ((_, shape),) = read_study("lab-paper", ["sizes.base.layers=1"]).sizes.items()
+    model = begun(config_of(shape, "none", Words(), 8, 8), 0, shape.zero_outputs)
+    wanted = {
+        "q": (768 * 64) ** -0.5,
+        "k": 768**-0.5,
+        "v": 768**-0.5,
+        "o": 768**-0.5,
+        "up": 768**-0.5,
+        "down": 3072**-0.5,
+    }
+    found = {
+        name.split(".")[-2]: float(weight.data.std()) for name, weight in model.named_parameters() if "_proj" in name
+    }
+    assert found == pytest.approx({f"{name}_proj": deviation for name, deviation in wanted.items()}, rel=0.02)
+
+
 def test_theorems_are_proven_and_positions_read(tmp_path):
     found = theorems(["nope-twin"], length=64, windows=4, out=tmp_path / "positions")
     assert all(proof.position_error < 1e-6 and proof.score_error < 1e-6 for proof in found.proofs)

@@ -320,13 +320,16 @@ def fleet_of(study: Study, cells: Sequence[Cell], found: Sequence[Material], wor
 
 
 def begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
-    """An untrained model. Scores begin as large whatever multiplies them: T5 does without 1/√d because its queries
-    begin that much smaller, and where they do not, attention begins on single tokens and stays there."""
+    """An untrained model, which begins as T5 does: every matrix by the number of its inputs, and scores as large
+    whatever multiplies them. T5 does without 1/√d because its queries begin that much smaller; where they do not,
+    attention begins on single tokens and stays there."""
     torch.manual_seed(seed)
     model = FarspanForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("q_proj.weight"):
             parameter.data *= config.head_dim**-0.5 / config.base_scale
+        if name.endswith("down_proj.weight"):
+            parameter.data *= (config.hidden_size / config.intermediate_size) ** 0.5
     if silent:
         zero_outputs(model)
     return model
