@@ -118,6 +118,13 @@ def test_a_broken_tokenizer_is_one_sentence(tokenizer, broken: str, text: str, t
         corpus._tokenizer(data, str(tmp_path), {}, tmp_path)
 
 
+def test_a_file_that_holds_no_tokenizer_is_named(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(CorruptError, match="tokenizer.json holds no tokenizer"):
+        corpus._tokenizer(Data(sources={}, tokenizer=str(tmp_path)), str(tmp_path), {}, tmp_path)
+
+
 def test_a_tokenizer_needs_text_and_room():
     for texts in ([], ["", ""]):
         with pytest.raises(FarspanError, match="no text"):

@@ -28,3 +28,8 @@ class PreemptedError(FarspanError):
     """The run was asked to stop and saved itself; the same command goes on from there."""
 
     exit_code = 75
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")

@@ -19,18 +19,17 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import torch
 import transformers
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from farspan.attention.patch import OtherModelError, Patch, UnfitError, not_whole
-from farspan.errors import CorruptError, FarspanError
+from farspan.data.tokens import check_tokenizer, tokenizer_files
+from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
 BASE = "base"  # where a patch folder that carries its model keeps it
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -362,26 +361,14 @@ def _base_source(folder: Path, patch: Patch) -> str:
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase | None:
     folder = Path(source)
-    files = [folder / name for name in TOKENIZER if (folder / name).exists()]
-    if folder.is_dir() and not files:
+    if folder.is_dir() and not tokenizer_files(folder):
         return None
     with quiet(), _readable(source, "check its tokenizer_config.json and that this transformers knows the tokenizer"):
         try:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception:
-            for file in files:
-                _check_tokenizer_file(file)
+            check_tokenizer(folder)
             raise
-
-
-def _check_tokenizer_file(file: Path) -> None:
-    """Refuse a file that is broken, once transformers has stumbled; to read all of them each time would take long."""
-    read_json(file)
-    if file.name == TOKENIZER[0]:
-        try:
-            Tokenizer.from_file(str(file))
-        except Exception as error:  # the class that tokenizers raises has no other name
-            raise CorruptError(f"{file} holds no tokenizer ({first_line(error)}); fetch or export it again") from None
 
 
 @contextlib.contextmanager
@@ -414,8 +401,3 @@ def _readable(
         raise FarspanError(
             f"{source} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)}); {way_out}"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return next(iter(str(error).strip().splitlines()), "no reason given")

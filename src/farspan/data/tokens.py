@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farspan.errors import FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"  # begins, ends and pads
 SMALLEST = 257  # every byte, and END
+FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -65,3 +68,22 @@ def fingerprint(tokenizer: Any) -> str:
         rules.pop("padding", None)
         rules.pop("truncation", None)
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Those of a tokenizer's files that a folder has."""
+    return [folder / name for name in FILES if (folder / name).exists()]
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse files that are broken. Asked once transformers has stumbled: to read all of them each time takes long."""
+    from tokenizers import Tokenizer
+
+    for file in tokenizer_files(folder):
+        read_json(file)
+        if file.name == FILES[0]:
+            try:
+                Tokenizer.from_file(str(file))
+            except Exception as error:  # the class that tokenizers raises has no other name
+                why = first_line(error)
+                raise CorruptError(f"{file} holds no tokenizer ({why}); fetch or export it again") from None

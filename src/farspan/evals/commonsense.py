@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from farspan.attention.patch import forget_lengths
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.evals.jsonlines import read_rows
 from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
-from farspan.loading import first_line
 from farspan.memory import out_of_memory
 
 NAME = "commonsense"

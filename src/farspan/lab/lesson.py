@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, first_line
 from farspan.lab.fleet import Block, Fleet, Rows, over_models, wide
-from farspan.loading import first_line
 from farspan.memory import out_of_memory
 from farspan.model.fast import compile_often
 from farspan.train.optim import OPTIMIZERS, Optimization, orthogonalise, rate

@@ -18,9 +18,9 @@ from farspan.data.documents import Document, read_documents
 from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import Passkeys
 from farspan.data.shards import Shards, pack
-from farspan.data.tokens import fingerprint, train_tokenizer
-from farspan.errors import CorruptError, FarspanError
-from farspan.files import new_folder, read_json
+from farspan.data.tokens import check_tokenizer, fingerprint, train_tokenizer
+from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.files import new_folder
 from farspan.progress import Progress, silent
 from farspan.train.sharding import processes
 
@@ -149,14 +149,10 @@ def _tokenizer(data: Data, given: str, files: dict[str, list[Path]], cache: Path
 def _given_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of many classes; a broken file is named with the place where it breaks
-        for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-            if file.exists():
-                read_json(file)
-        why = next(iter(str(error).splitlines()), "no reason given")
-        raise CorruptError(
-            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {why}); fetch or export it again"
-        ) from None
+    except Exception as error:  # of many classes
+        check_tokenizer(folder)
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise CorruptError(f"the tokenizer in {folder} cannot be read ({why}); fetch or export it again") from None
 
 
 def _alone(cache: Path) -> FileLock:

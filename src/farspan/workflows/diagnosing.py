@@ -18,9 +18,9 @@ from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.diagnosis.curves import Curves, check_losses, measure
 from farspan.diagnosis.knees import Rule, distracted_heads, find_knee, smooth, suggest_scale
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, first_line
 from farspan.files import check_free, new_folder
-from farspan.loading import check_source, chosen_device, first_line, load_for_text, patch_in
+from farspan.loading import check_source, chosen_device, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent

@@ -25,14 +25,14 @@ from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.data.passkey import SCORED, Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
 from farspan.diagnosis.curves import check_finite
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, first_line
 from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
 from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import write_text
-from farspan.loading import BASE, TWINS, check_source, first_line, is_patch, load_for_text, patch_in
+from farspan.loading import BASE, TWINS, check_source, is_patch, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits

@@ -16,10 +16,10 @@ from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.diagnosis.curves import check_finite
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
-from farspan.loading import first_line, is_patch, load, load_config, needed_attention, patch_in
+from farspan.loading import is_patch, load, load_config, needed_attention, patch_in
 
 BUILDABLE = 300_000_000  # parameters of a model that is built whole when it cannot be built small
 
