@@ -203,7 +203,7 @@ def test_a_fleet_trains_models_as_they_are_trained_one_by_one(done, monkeypatch,
 def test_another_process_trains_the_same_models(done, tmp_path, monkeypatch):
     alone = run(str(done / "small.toml"), ["save=false"], done / "out")
     study = read_study(str(done / "small.toml"), ["save=false"])
-    helper = get_context("spawn").Process(target=laboratory._help, args=(study, tmp_path))
+    helper = get_context("spawn").Process(target=laboratory._help, args=(study, tmp_path, "cpu"))
     helper.start()
     helper.join()
     monkeypatch.setattr(laboratory, "train", None)  # there is nothing left to train
@@ -223,6 +223,13 @@ def test_fleets_hold_one_network_and_rows_of_similar_length():
         assert len({(cell.encoding, cell.size, plan_of(study, cell)) for cell in fleet}) == 1
     assert all(len({cell.task for cell in fleet}) == 1 for fleet in lineup if fleet[0].task == "scan")
     assert not any({"parity", "pcfg"} <= {cell.task for cell in fleet} for fleet in lineup), "pcfg is much longer"
+
+
+def test_fleets_that_take_longest_come_first():
+    sizes = {"small": Shape(), "large": Shape(width=512)}
+    study = Study(tasks=("parity", "copy", "pcfg"), steps={"parity": 25_000}, encodings=("none",), sizes=sizes)
+    order = [(cell.size, cell.task) for cell, *_ in fleets(study, cells_of(study), Words(), 3)]
+    assert order == [(size, task) for size in ("large", "small") for task in ("parity", "pcfg", "copy")]
 
 
 def test_with_dropout_every_model_trains_alone():

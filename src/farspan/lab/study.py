@@ -37,7 +37,7 @@ ENCODINGS: dict[str, tuple[str, float]] = {
     "learned": ("learned", 1.0),  # rows beyond the training length are untrained
 }
 SIGHT = 256  # examples by which the length of a task's rows is judged
-NEAR = 2.2  # rows that are so many times longer train in another fleet, for all are padded to the longest
+NEAR = 1.9  # rows that are so many times longer train in another fleet, for all are padded to the longest
 FORMAT = 3  # of a cell's result
 LONGEST = 10_000
 
@@ -90,7 +90,7 @@ class Study:
     steps: dict[str, int] = field(default_factory=dict)  # task -> where it needs other than train.steps
     rates: dict[str, float] = field(default_factory=dict)  # task -> times lrs, where it needs others
     fleet: int = 64  # models at once on a GPU, at most
-    processes: int = 1  # that share the work of a CPU
+    processes: int = 1  # that share the work of a CPU, or of one GPU
     save: bool = False  # keep every model, as a folder that farspan loads
     sizes: dict[str, Shape] = field(default_factory=lambda: {"small": Shape()})
     train: Plan = field(default_factory=lambda: Plan(steps=4000))
@@ -336,7 +336,8 @@ def begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
 
 
 def fleets(study: Study, cells: Iterable[Cell], words: Words, most: int) -> list[list[Cell]]:
-    """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once.
+    """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once. Those that
+    take longest come first, so that processes which share them end together.
 
     A learned table is as long as its task needs, so there tasks train apart; and what dropout drops is drawn for all of
     a fleet, so with dropout every model trains alone.
@@ -358,7 +359,13 @@ def fleets(study: Study, cells: Iterable[Cell], words: Words, most: int) -> list
                 found.append([])
                 narrow = width
             found[-1].append(cell)
-    return found
+
+    def toil(fleet: list[Cell]) -> int:  # a step takes a fleet little longer than a model
+        longest, shape = fleet[-1], study.sizes[fleet[0].size]
+        width = widths[longest.task, longest.scratchpad]
+        return plan_of(study, longest).steps * width * shape.layers * shape.width**2
+
+    return sorted(found, key=toil, reverse=True)
 
 
 # Judging.

@@ -111,9 +111,7 @@ def run(
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
     bench = _Bench(study, Words(), device, _results(study, keys, out, say), out, progress, say)
     write_text(out / "recipe.toml", to_toml(study))
-    missing = sum(bench.cells.get(key) is None for key in keys.values())
-    helpers = min(study.processes, missing) - 1 if torch.device(device).type == "cpu" else 0
-    with _helped(helpers, study, out):
+    with _helped(min(study.processes, len(bench.lineup(keys))) - 1, study, out, device):
         bench.finish(keys)
     results = {cell: bench.cells.get(key) or {} for cell, key in keys.items()}
     return _told(study, results, out)
@@ -132,13 +130,13 @@ def so_far(source: str, changes: Sequence[str], out: str | Path) -> Finished:
 
 
 @contextmanager
-def _helped(count: int, study: Study, out: Path) -> Iterator[None]:
+def _helped(count: int, study: Study, out: Path, device: str) -> Iterator[None]:
     """With so many more processes at the study's cells, each on one core: small models gain nothing from two."""
     if count < 1:
         yield
         return
     # Not by fork: torch's threads would not live on in the copy.
-    helpers = [get_context("spawn").Process(target=_help, args=(study, out), daemon=True) for _ in range(count)]
+    helpers = [get_context("spawn").Process(target=_help, args=(study, out, device), daemon=True) for _ in range(count)]
     threads = torch.get_num_threads()
     try:
         for helper in helpers:
@@ -153,12 +151,12 @@ def _helped(count: int, study: Study, out: Path) -> Iterator[None]:
                 helper.join()
 
 
-def _help(study: Study, out: Path) -> None:
+def _help(study: Study, out: Path, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it too, and ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
-    bench = _Bench(study, Words(), "cpu", _results(study, keys, out), out, silent, lambda text: None)
+    bench = _Bench(study, Words(), device, _results(study, keys, out), out, silent, lambda text: None)
     bench.finish(keys)
 
 
@@ -213,11 +211,16 @@ class _Bench:
             self.drawn[which] = material(self.study, *which, self.words)
         return self.drawn[which]
 
+    def lineup(self, keys: dict[Cell, str]) -> list[list[Cell]]:
+        """The fleets that are missing."""
+        missing = [cell for cell, key in keys.items() if self.cells.get(key) is None]
+        on_gpu = torch.device(self.device).type == "cuda"
+        return fleets(self.study, missing, self.words, self.study.fleet if on_gpu else 1)
+
     def finish(self, keys: dict[Cell, str]) -> None:
         """Train what is missing and nobody else is at, and wait for the rest."""
-        waiting = {cell: key for cell, key in keys.items() if self.cells.get(key) is None}
-        on_gpu = torch.device(self.device).type == "cuda"
-        lineup = fleets(self.study, waiting, self.words, self.study.fleet if on_gpu else 1)
+        lineup = self.lineup(keys)
+        waiting = {cell: keys[cell] for fleet in lineup for cell in fleet}
         while waiting:
             for fleet in lineup:
                 with self.cells.claimed([waiting[cell] for cell in fleet if cell in waiting]) as mine:
@@ -372,9 +375,9 @@ def estimate(study: Study, device: str | None = None) -> list[Estimate]:
     words, device = Words(), chosen_device(device)
     on_gpu = torch.device(device).type == "cuda"
     rate, lineup = matrix_rate(on_gpu, device), fleets(study, cells_of(study), words, study.fleet if on_gpu else 1)
-    found: dict[tuple[str, str], list[list[Cell]]] = {}
+    found: dict[tuple[str, str], list[list[Cell]]] = {(cell.encoding, cell.size): [] for cell in cells_of(study)}
     for fleet in lineup:
-        found.setdefault((fleet[0].encoding, fleet[0].size), []).append(fleet)
+        found[fleet[0].encoding, fleet[0].size].append(fleet)
     return [_estimate(study, words, own, rate) for own in found.values()]
 
 
