@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from farspan.attention import seam
@@ -115,6 +118,36 @@ def test_a_model_that_diverges_harms_no_other():
     losses = train(wild, data, plan, rates=[1e-3, 1e300], seeds=[0, 1])
     assert not np.isfinite(losses[-1, 1])
     assert torch.equal(calm.weights[0], wild.weights[0])
+
+
+def test_buckets_that_go_through_the_network_together_give_the_same_gradient(monkeypatch):
+    fleet, data, plan = Fleet(models(2, network("t5"))), [rows(40, 0, 30), rows(40, 1, 30)], Plan(1, 12, 4)
+    apart, buckets, passes = Lesson(fleet, data, plan), lesson._buckets, []
+    monkeypatch.setattr(lesson, "_buckets", lambda *given: buckets(*given[:3], 10))
+    pairs = Lesson(fleet, data, plan)
+    monkeypatch.setattr(lesson, "_buckets", lambda *given: buckets(*given[:3], 1e9))
+    whole = Lesson(fleet, data, plan)
+    losses = fleet.losses
+    monkeypatch.setattr(fleet, "losses", lambda rows: passes.append(rows.ids.shape[1:]) or losses(rows))
+    found = []
+    for each in (apart, pairs, whole):
+        each.chance.copy_(chances([0, 1], 0, plan.batch)[0])
+        found.append(each.gradient())
+    assert passes == [(3, 17), (3, 25), (6, 33), (3, 17), (9, 33), (12, 33)]
+    for losses, gradient in found[1:]:
+        assert (losses - found[0][0]).abs().max() < 1e-12
+        assert (gradient - found[0][1]).abs().max() < 1e-12
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7).map(sorted), st.floats(0, 80))
+def test_shared_widths_are_the_cheapest_of_all(widths, a_pass):
+    def cost(chosen):
+        return sum(chosen) + a_pass * len(set(chosen))
+
+    choices = itertools.product(*(widths[place:] for place in range(len(widths))))
+    found = lesson.shared(widths, a_pass)
+    assert all(wide >= width for wide, width in zip(found, widths, strict=True))
+    assert cost(found) == pytest.approx(min(map(cost, choices)))
 
 
 def test_buckets_hold_every_row_once_and_pad_little():

@@ -63,6 +63,11 @@ class Rows:
         return (place >= self.start[..., None]) & (place < self.stop[..., None])
 
 
+def joined(parts: Sequence[Rows], dim: int) -> Rows:
+    """Rows of one width, one after the other."""
+    return Rows(*(torch.cat([getattr(rows, name) for rows in parts], dim) for name in ("ids", "start", "stop")))
+
+
 def wide(longest: int) -> int:
     """The width of rows: its inputs, all tokens but the last, fill whole tiles."""
     return -(-(longest - 1) // MULTIPLE) * MULTIPLE + 1

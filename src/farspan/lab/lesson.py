@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import FarspanError, first_line
-from farspan.lab.fleet import Block, Fleet, Rows, over_models, wide
+from farspan.lab.fleet import Block, Fleet, Rows, joined, over_models, wide
 from farspan.memory import out_of_memory
 from farspan.model.fast import compile_often
 from farspan.train.optim import OPTIMIZERS, Optimization, orthogonalise, rate
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 256  # steps whose rows are drawn at once
 COMPILING_PAYS = 500  # steps; it takes some ten seconds
+PASS = 5e10  # parameters × tokens that a GPU works off in the time that one more pass takes, however small
 GRAPHS = 256  # compiled for all fleets of a process, at most: rows of some lengths times numbers of models
 EPSILON = 1e-8
 MOMENTUM = 0.95  # of Muon
@@ -95,8 +97,9 @@ class _Bucket:
         return Rows(self.rows.ids[which], self.rows.start[which], self.rows.stop[which])
 
 
-def _buckets(data: Sequence[Rows], parts: int, device: torch.device) -> list[_Bucket]:
-    """Every model's data in so many parts of equally many rows, from the shortest to the longest."""
+def _buckets(data: Sequence[Rows], parts: int, device: torch.device, a_pass: float = 0.0) -> list[_Bucket]:
+    """Every model's data in so many parts of equally many rows, from the shortest to the longest. Neighbours are made
+    equally wide where that is less to compute, if a pass takes as long as so many tokens of each row."""
     distinct = list({id(rows): rows for rows in data}.values())  # models of one task share their rows
     where = [next(number for number, rows in enumerate(distinct) if rows is each) for each in data]
     if min(map(len, distinct)) < parts:
@@ -104,16 +107,34 @@ def _buckets(data: Sequence[Rows], parts: int, device: torch.device) -> list[_Bu
             f"{min(map(len, distinct))} examples do not fill {parts} buckets; draw more, or ask for fewer"
         )
     pieces = [rows.by_length().tensor_split(parts) for rows in distinct]
+    widths = [
+        wide(max(int(rows.stop[piece[part]].max()) for rows, piece in zip(distinct, pieces, strict=True)))
+        for part in range(parts)
+    ]
     found = []
-    for part in range(parts):
-        longest = max(int(rows.stop[piece[part]].max()) for rows, piece in zip(distinct, pieces, strict=True))
-        width = wide(longest)
+    for part, width in enumerate(shared(widths, a_pass)):
         taken = [rows.take(piece[part], width) for rows, piece in zip(distinct, pieces, strict=True)]
-        joined = Rows(*(torch.cat([getattr(rows, name) for rows in taken]) for name in ("ids", "start", "stop")))
         count = torch.tensor([len(rows) for rows in taken])
         first = count.cumsum(0) - count
-        found.append(_Bucket(joined.to(device), first[where].to(device), count[where].to(device)))
+        found.append(_Bucket(joined(taken, 0).to(device), first[where].to(device), count[where].to(device)))
     return found
+
+
+def shared(widths: Sequence[int], a_pass: float) -> list[int]:
+    """Rising widths, some of them raised to later ones, so that the sum is least when each one that is left costs a
+    pass.
+
+    >>> shared([25, 33, 41, 153], 30)
+    [41, 41, 41, 153]
+    """
+    best: list[tuple[float, list[int]]] = [(0.0, [])]  # of the first so many: what they cost, and how wide they are
+    for stop, width in enumerate(widths, 1):
+        options = [
+            (cost + a_pass + width * (stop - start), chosen + [width] * (stop - start))
+            for start, (cost, chosen) in enumerate(best)
+        ]
+        best.append(min(options))
+    return best[-1][1]
 
 
 def chances(seeds: Sequence[int], block: int, batch: int) -> Tensor:
@@ -164,7 +185,9 @@ class Lesson:
 
     def __init__(self, fleet: Fleet, data: Sequence[Rows], plan: Plan):
         self.fleet, self.plan = fleet, plan
-        self.buckets = _buckets(data, plan.buckets, fleet.device)
+        rows = plan.batch // plan.buckets
+        a_pass = PASS / fleet.weights.numel() / rows if fleet.device.type == "cuda" else 0.0
+        self.buckets = _buckets(data, plan.buckets, fleet.device, a_pass)
         self.chance = torch.zeros(len(fleet), plan.batch, device=fleet.device)
         weights = fleet.weights.detach()
         columns = fleet.matrices[0][0] if plan.optimizer == "muon" else weights.shape[1]
@@ -182,6 +205,8 @@ class Lesson:
         """Of the mean loss of each model's answers in its batch: losses [M] and gradient [M, P]."""
         parts = self.chance.chunk(self.plan.buckets, dim=1)
         batches = [bucket.take(chance) for bucket, chance in zip(self.buckets, parts, strict=True)]
+        # Those of one width go through the network together.
+        batches = [joined(list(same), 1) for _, same in itertools.groupby(batches, key=lambda rows: rows.ids.shape[-1])]
         asked = torch.stack([rows.asked.sum((1, 2)) for rows in batches]).sum(0)
         gradient, losses = torch.zeros_like(self.fleet.weights), torch.zeros_like(self.state.rates)
         for rows in batches:
