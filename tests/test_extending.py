@@ -502,6 +502,7 @@ def test_settings_that_a_method_uses_are_taken(method, changes):
         (["tune=raw"], 1000),
         (["tune=fair", "tuning.steps=50"], 50),
         (["tune=raw", "tuning.steps=7"], 7),
+        (["tune=raw", "tuning.steps=200"], 200),
     ],
 )
 def test_steps_that_were_asked_for_are_tuned(changes, steps, monkeypatch):

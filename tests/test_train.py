@@ -212,20 +212,36 @@ def test_two_hundred_faults_leave_nothing_half_written(recipe, prepared, straigh
     assert struck >= 190
 
 
-def test_sigterm_saves_and_exits_75_and_the_same_command_goes_on(recipe, prepared, straight, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_saves_and_exits_75_and_the_same_command_goes_on(recipe, prepared, straight, tmp_path, number):
     run = tmp_path / "run"
 
     def stopped() -> None:
         def listen(moment) -> None:
             if moment.step == 20:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         pretrain.pretrain(recipe, run, prepared=prepared, listen=listen)
 
     assert forked(stopped) == PreemptedError.exit_code == 75
     assert checkpoint.newest(run).step == 21
     pretrain.pretrain(recipe, run, prepared=prepared)
     assert outcome(run) == straight
+
+
+def test_asked_twice_it_stops_at_once_and_what_is_ignored_stays_ignored(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), loop._asked_to_stop() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+        signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    handlers = []
+    monkeypatch.setattr(signal, "signal", lambda *given: handlers.append(given))
+    with loop._asked_to_stop() as asked:
+        assert not asked()
+    assert not handlers
 
 
 def test_one_command_at_a_time_trains_in_a_folder(recipe, prepared, tmp_path, monkeypatch):

@@ -18,12 +18,14 @@ from farspan.train.optim import Optimization, optimizers
 from farspan.train.sharding import data_parallel
 from farspan.train.steps import Work
 
+FAIR, RAW = 200, 1000  # steps, as paper A has them
+
 
 @dataclass(frozen=True)
 class Tuning:
-    """Paper A's "fair" is 200 steps and its "raw" 1000."""
+    """How all weights are tuned."""
 
-    steps: int = 200
+    steps: int = 0  # 0: as many as `tune` stands for, or 200
     batch: int = 8
     micro_batch: int = 8
     lr: float = 1e-4
@@ -31,9 +33,9 @@ class Tuning:
     save_every: int = 100
 
     def __post_init__(self):
-        for name in ("steps", "batch", "micro_batch", "save_every"):
-            if getattr(self, name) < 1:
-                raise FarspanError(f"tuning.{name} is {getattr(self, name)}; give 1 or more")
+        for name, least in (("steps", 0), ("batch", 1), ("micro_batch", 1), ("save_every", 1)):
+            if getattr(self, name) < least:
+                raise FarspanError(f"tuning.{name} is {getattr(self, name)}; give {least} or more")
 
 
 class LossOf(nn.Module):
@@ -67,14 +69,15 @@ def tune(model: PreTrainedModel, job: Job, name: str, tuning: Tuning) -> dict[st
         batches,
         tokens=tuning.batch * (job.search.shape[1] - 1),
     )
-    advance = job.progress(name, tuning.steps)
+    steps = tuning.steps or FAIR
+    advance = job.progress(name, steps)
 
     def listen(moment: Moment) -> None:
         advance(1, f"loss {moment.loss:.4f}")
 
     try:
         with job.kept(name) as folder:
-            train(work, Plan(tuning.steps, job.seed, how, tuning.save_every, log_every=1), folder, listen)
+            train(work, Plan(steps, job.seed, how, tuning.save_every, log_every=1), folder, listen)
         return {name: parameter.detach().to(before[name].dtype).cpu() for name, parameter in trained.items()}
     finally:
         for key, parameter in trained.items():

@@ -65,8 +65,8 @@ Listener = Callable[[Moment], None]
 def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: None) -> list[dict[str, Any]]:
     """Take the run from where it stands to its last step; returns the metrics of the whole run.
 
-    SIGTERM saves and raises PreemptedError. A loss that is no number, or runs away, raises with the layer's name, and
-    the run's folder holds the last checkpoint, if there was one.
+    SIGTERM or Ctrl-C saves and raises PreemptedError. A loss that is no number, or runs away, raises with the layer's
+    name, and the run's folder holds the last checkpoint, if there was one.
     """
     with alone(run):
         return _train(work, plan, run, listen)
@@ -142,7 +142,7 @@ def _train(work: Work, plan: Plan, run: Path, listen: Listener) -> list[dict[str
                 save()
             if stop and step < plan.steps:
                 raise PreemptedError(
-                    f"stopped by SIGTERM after step {step} of {plan.steps}, whose state is in {checkpoint.home(run)}; "
+                    f"stopped after step {step} of {plan.steps}, whose state is in {checkpoint.home(run)}; "
                     "give the same command again to go on"
                 )
     return metrics
@@ -209,17 +209,28 @@ def _seed_of(seed: int, step: int, process: int) -> int:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Hold SIGTERM back until a step is done. Outside the main thread signals are the caller's affair."""
+    """Hold SIGTERM and a first Ctrl-C back until a step is done; a second one ends it at once. What the caller ignores
+    stays ignored, and outside the main thread signals are the caller's affair."""
     caught: list[int] = []
+    found: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
+
+    def hold(number: int, frame: Any) -> None:
+        caught.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
+
     try:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+        for number in before:
+            signal.signal(number, hold)
     except ValueError:
         yield lambda: False
         return
     try:
         yield lambda: bool(caught)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _entry(moment: Moment) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from farspan.methods.headscale import Search, headlog, headscale
 from farspan.methods.job import Job, least, loss_by_position, scaled_loss
 from farspan.methods.rope import ROPES, roped, roped_as
 from farspan.methods.schedules import SCHEDULES, scheduled
-from farspan.methods.tuning import Tuning, weighted_as
+from farspan.methods.tuning import FAIR, RAW, Tuning, weighted_as
 from farspan.methods.uniform import uniform
 from farspan.model.loss import last_logits
 from farspan.progress import Progress, silent
@@ -51,7 +51,7 @@ BEYOND = 1.125  # the search reads a little beyond the target, as paper A's 18K 
 SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "extend"
 EXACT_BELOW = 300_000_000  # parameters
 PROVEN = 256  # positions at the end of a window, where every method does something
-TUNINGS = {"": None, "fair": 200, "raw": 1000}
+TUNINGS = {"": None, "fair": FAIR, "raw": RAW}  # steps
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,7 @@ def _rope_fit(name: str) -> Fit:
 def _tuning(how: Extension) -> Tuning | None:
     """How a rotary method is tuned, if it is: for the steps that `tune` stands for, unless tuning.steps says others."""
     steps = TUNINGS[how.tune]
-    if steps is None:
-        return None
-    asked = how.tuning.steps != Tuning.steps
-    return how.tuning if asked else replace(how.tuning, steps=steps)
+    return None if steps is None else replace(how.tuning, steps=how.tuning.steps or steps)
 
 
 def _schedule_fit(name: str) -> Fit:
