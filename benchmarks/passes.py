@@ -5,8 +5,8 @@
     python benchmarks/passes.py --small    # to try the script without a GPU
 
 A pass costs a GPU some time however small it is, and padding costs time too. `apart` is one pass for each quarter of
-the lengths, `whole` a single one as wide as the longest rows, `chosen` what `farspan.lab.lesson.shared` makes of it. All
-three take turns in one process, with the examples, networks and optimizer of `farspan lab run lab-grid`.
+the lengths, `whole` a single one as wide as the longest rows, `chosen` what `farspan.lab.lesson.shared` makes of it.
+All three take turns in one process, with the examples, networks and optimizer of `farspan lab run lab-grid`.
 """
 
 from __future__ import annotations
