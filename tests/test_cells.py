@@ -140,6 +140,16 @@ def test_a_claim_from_elsewhere_stands_as_long_as_it_shows_signs_of_life(tmp_pat
             assert late == []
 
 
+def test_containers_that_share_a_name_count_their_processes_for_themselves(tmp_path, monkeypatch):
+    with Cells(tmp_path).claimed(["a"]) as got:
+        claim = tmp_path / "claims" / "a.0"
+        owner = json.loads(claim.read_text())
+        claim.write_text(json.dumps({**owner, "pid": 2**30}))  # as it would be told elsewhere
+        monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+        with Cells(tmp_path).claimed(["a"]) as late:
+            assert (got, late) == (["a"], [])
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_claim_that_nobody_can_read_stands_as_long_as_it_is_fresh(tmp_path, content):
     cells = Cells(tmp_path, stale=60)

@@ -7,17 +7,21 @@ the magnitudes that make up one score.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 import tritonlike
 from families import FAMILIES, Family, tokens
 from farspan.attention import entropy as entropies
 from farspan.attention import seam
 from farspan.attention.entropy import EntropyByPosition, Scores, chunked_entropy, entropy, reference_entropy
+from farspan.attention.probe import probe
 from farspan.model.positions import AlibiBias, PlacedBias, T5Bias
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -52,7 +56,9 @@ def calls(draw) -> dict:
         "width": draw(st.sampled_from([16, 32, 64])),
         "sharpness": draw(st.sampled_from([0.0, 0.01, 1.0, 4.0, 12.0])),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        "extra": draw(st.sampled_from(["causal", "window", "padding", "additive", "alibi", "t5", "softcap", "sinks"])),
+        "extra": draw(
+            st.sampled_from(["causal", "window", "padding", "additive", "alibi", "t5", "added", "softcap", "sinks"])
+        ),
         "per_head": draw(st.booleans()),
         "every": draw(st.sampled_from([1, 1, 3])),
         "budget": draw(st.sampled_from([1, 300, 1 << 22])),
@@ -81,6 +87,8 @@ def build(call: dict, device: str) -> Scores:
         options["bias"] = PlacedBias(
             rule.to(device).requires_grad_(False)(keys), heads, rows.to(device), columns.to(device)
         )
+    elif call["extra"] == "added":
+        options["added"] = torch.randn(1, heads, queries, keys).to(device)
     elif call["extra"] == "softcap":
         options["softcap"] = 20.0
     elif call["extra"] == "sinks":
@@ -90,6 +98,52 @@ def build(call: dict, device: str) -> Scores:
     scaling = torch.linspace(0.5, 2, heads, device=device) if call["per_head"] else 1.0
     q, k = (x.to(device, call["dtype"]) for x in (q, k))
     return Scores(q, k, scaling * call["width"] ** -0.5, **options)
+
+
+def test_what_transformers_adds_to_scores_by_position_counts():
+    """Inkling's relative logits come as `position_bias`: entropy is that of the attention, and no layer is free."""
+    from transformers.models.inkling.configuration_inkling import InklingTextConfig
+
+    shape = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config = InklingTextConfig(
+        **shape,
+        **{f"swa_{name}": value for name, value in shape.items()},
+        **dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, layer_types=["hybrid"] * 2, d_rel=4, rel_extent=32),
+        **dict(mlp_layer_types=["dense"] * 2, intermediate_size=48, sliding_window_size=32, max_position_embeddings=64),
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" not in name:
+                parameter.copy_(torch.randn_like(parameter) / 2)
+    assert [layer.position for layer in probe(model)] == ["unknown", "unknown"]
+    seen: list = []
+    with seam.observing(model, seen.append), torch.no_grad():
+        model(input_ids=torch.randint(3, 64, (1, 24)), use_cache=False)
+    call, bias = seen[0], seen[0].options["position_bias"]
+    assert not Scores.of(call).plain
+    scores = call.q @ call.k.repeat_interleave(2, 1).mT * call.scaling + bias
+    weights = scores.double().masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    expected = -torch.special.xlogy(weights, weights).sum(-1)
+    assert (reference_entropy(Scores.of(call)).nats - expected).abs().max() < 1e-5
+    assert (chunked_entropy(Scores.of(call), every=3).nats - expected[..., ::3]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("setting", ["older", "newer"])
+def test_products_are_exact_whichever_way_a_caller_made_them_quick(setting):
+    script = f"""
+import torch
+from farspan.attention.entropy import Scores, chunked_entropy
+if {setting!r} == "older":
+    torch.set_float32_matmul_precision("high")
+else:
+    torch.backends.fp32_precision = "tf32"
+before = torch.backends.cuda.matmul.fp32_precision
+chunked_entropy(Scores(torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16), 0.25))
+assert torch.backends.cuda.matmul.fp32_precision == before == "tf32"
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -18,7 +18,7 @@ import torch
 import farspan
 from families import FAMILIES, VOCABULARY
 from farspan.attention import seam
-from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.patch import Patch, fingerprint, set_rope
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.data.documents import Document
@@ -28,7 +28,8 @@ from farspan.methods import headscale as searching
 from farspan.methods.drope import drope
 from farspan.methods.headscale import Search, headlog, headscale
 from farspan.methods.job import Job, best_of, least, loss_by_position, scaled_loss
-from farspan.methods.rope import ROPES, roped
+from farspan.methods.rope import ROPES, roped, roped_as
+from farspan.methods.rope import _rope as rope_for
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import Tuning
 from farspan.methods.uniform import fit_log, full_grid, uniform
@@ -266,6 +267,48 @@ def test_no_stretch_falls_short_of_the_target_however_good_its_loss(method, monk
 
     monkeypatch.setattr("farspan.methods.rope.loss_by_position", the_less_the_better)
     assert roped(model, job_for(model), method, None).rope["factor"] == TARGET / LENGTH
+
+
+STRETCHED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("own", [None, *STRETCHED])
+def test_a_stretch_of_one_changes_nothing_and_what_is_stretched_stays_so(own):
+    model = BY_NAME["llama"].build()
+    if own is not None:
+        set_rope(model, STRETCHED[own])
+    config, layers, ids = model.config, probe(model), torch.randint(VOCABULARY, (1, 64))
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        for method in ROPES if own is None else ("ntk",):
+            with roped_as(model, rope_for(model, job_for(model), method, 1.0)):
+                assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-6), method
+    if own is None:
+        assert extending._candidates(layers, config) == ["ntk", "yarn"]
+        return
+    assert extending._candidates(layers, config) == ["ntk", "uniform"]
+    assert not extending.suited(["ntk"], layers, config, "m")
+    for method in ("pi", "yarn", "dynamic-ntk"):
+        message = f"the rotation of m is stretched already .{own}., and {method} would take the place of that; use ntk"
+        with pytest.raises(FarspanError, match=message):
+            extending.suited([method, "headscale"], layers, config, "m")
+
+
+def test_where_only_windows_rotate_there_is_nothing_to_stretch():
+    model = BY_NAME["llama"].build()
+    model.config.rope_parameters = {"sliding_attention": dict(model.config.rope_parameters), "full_attention": None}
+    with pytest.raises(FarspanError, match="only layers with windows rotate in LlamaForCausalLM, and yarn would"):
+        rope_for(model, job_for(model), "yarn", 2.0)
 
 
 def test_tuning_lowers_the_loss_and_the_patch_carries_the_weights():
@@ -731,7 +774,7 @@ def test_bf16_weights_are_tuned_in_float32():
         lambda: Search(lr=(-1.0,)),
         lambda: Search(batch=0),
         lambda: Search(save_every=0),
-        lambda: Tuning(steps=0),
+        lambda: Tuning(steps=-1),
         lambda: Extension(passkeys=-1),
         lambda: Extension(choose_windows=0),
         lambda: Extension(seed=-1),

@@ -58,6 +58,18 @@ def named(name: str):
     return farspan.inspect(next(family for family in FAMILIES if family.name == name).build())
 
 
+def test_heads_of_two_widths(tmp_path):
+    """Gemma 4's config refuses to name one width where kinds of layers have their own."""
+    shape = {**SHAPE, "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8}
+    extra = dict(vocab_size_per_layer_input=SHAPE["vocab_size"], hidden_size_per_layer_input=8, num_kv_shared_layers=0)
+    config = hf.Gemma4TextConfig(**shape, **extra)
+    config.save_pretrained(tmp_path)
+    for source in (hf.Gemma4ForCausalLM(config).eval(), tmp_path):
+        found = farspan.inspect(source)
+        assert [layer.position for layer in found.layers] == ["rope"] * 6
+        assert found.head_dim == 8
+
+
 def test_what_config_and_behaviour_say_is_compared():
     assert {layer.claimed for layer in named("smollm3").layers} == {"rope", "none"}
     assert named("smollm3").warnings == ()

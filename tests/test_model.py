@@ -412,3 +412,12 @@ def test_compiled_flex_agrees_with_the_tensor_path_on_a_gpu_and_so_do_gradients(
     for fast, slow in zip(*found, strict=True):
         error = (fast.float() - slow.float()).norm() / slow.float().norm()
         assert error < 2e-2
+
+
+def test_a_token_that_pads_as_well_is_learnt_where_it_is_read():
+    """In pretraining the end of a text is padding too."""
+    config = FarspanConfig(**{**SHAPE, "pad_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False})
+    model = FarspanForCausalLM(config)
+    model(torch.tensor([[5, 1, 7]])).logits.sum().backward()
+    assert model.model.embed_tokens.weight.grad[1].abs().max() > 0
+    assert model.model.embed_tokens.weight[1].abs().max() > 0

@@ -217,13 +217,35 @@ def test_patches_that_do_not_fit_change_nothing():
     schedules = patch_for(model, scales=head_scales(slope=True))
     with pytest.raises(FarspanError, match="two schedules"):
         schedules.then(schedules)
-    with pytest.raises(FarspanError, match="cannot be built"):
+    with pytest.raises(FarspanError, match="does not run with rope parameters .*; give what that rope_type needs"):
         patch_for(model, rope={"rope_type": "yarn"}).apply(model)
     with pytest.raises(FarspanError, match="no rotary layer"):
         patch_for(other, rope=YARN).apply(other)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.config.rope_parameters["rope_type"] == "default"
     assert not seam.installed(model)
+
+
+def test_rope_parameters_with_which_a_family_does_not_run_change_nothing():
+    """Ministral's attention reads more of them than rotation needs."""
+    model = family("ministral3")
+    with torch.no_grad():
+        before = model(tokens(), use_cache=False).logits
+        with pytest.raises(FarspanError, match="Ministral3ForCausalLM does not run with rope parameters"):
+            set_rope(model, {"rope_type": "linear", "factor": 2.0})
+        assert torch.equal(model(tokens(), use_cache=False).logits, before)
+
+
+def test_a_patch_is_loaded_in_any_precision(tmp_path):
+    model, tokenizer = farspan.load("rope-twin")
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    scales = Scales.uniform(1.2, range(model.config.num_hidden_layers), model.config.num_attention_heads)
+    patch_for(model, scales=scales, name=str(tmp_path / "base")).save(tmp_path / "patch")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        loaded, _ = farspan.load(tmp_path / "patch", dtype=dtype)
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+        assert seam.installed(loaded)
 
 
 def test_the_fingerprint_knows_weights_and_not_their_dtype():

@@ -59,8 +59,10 @@ def test_a_method_that_does_not_exist_is_named():
         (dict(report_windows=0), "report_windows is 0; give 1 or more"),
         (dict(report_factor=0), "report_factor is 0; give 1 or more"),
         (dict(passkeys=0), "passkeys is 0; give 1 or more"),
-        (dict(factors=(2, 0)), "factors names 0, .*; give 1 or more"),
+        (dict(factors=(2, 0)), "factors names 0, .*; give 2 or more"),
         (dict(factors=(-2,)), "factors names -2, "),
+        (dict(factors=(1, 2)), "factors names 1, .*; give 2 or more"),
+        (dict(factors=(2, 4), report_factor=2), "report_factor is 2 and factors names 4, so a target would not be"),
         (dict(seeds=(0, -1)), "seeds names -1; choose each from 0 to"),
         (dict(grid_low=3.0, grids=("nope-twin",)), r"grid_low is 3 and grid_high 2\.6, and no scale lies between"),
         (dict(grid_low=0.0, grids=("nope-twin",)), "let grid_low be 0.01 or more"),
@@ -179,6 +181,16 @@ def test_a_study_measures_every_cell_once_and_goes_on(tiny):
     _, rows = losses(again, "books_val")
     assert [row[1] for row in rows] == ["none", "uniform", "headscale:search.init=1.2"]
     assert ["±" in row[3] for row in rows] == [False, False, True], "seeds are averaged, with their spread"
+
+
+def test_a_model_that_was_replaced_is_measured_anew(tiny):
+    source, out = str(tiny / "study.toml"), tiny / "out"
+    few = ['methods.nope-twin=["none"]', "grids=[]", "seeds=[0]"]
+    first = reproduce(source, few, out)
+    torch.manual_seed(1)
+    model = FarspanForCausalLM.from_pretrained(tiny / "model")
+    FarspanForCausalLM(model.config).save_pretrained(tiny / "model")
+    assert reproduce(source, few, out)[0]["loss"] != first[0]["loss"]
 
 
 def test_a_study_shows_what_is_finished(tiny):

@@ -151,7 +151,7 @@ class Cells:
     def _claim_all(self, keys: list[str]) -> dict[str, Path]:
         """The claims that could be made, by key: links to one file that tells who we are."""
         sign = self._claims / f".{uuid.uuid4().hex}"
-        write_json(sign, {"host": socket.gethostname(), "pid": os.getpid()})
+        write_json(sign, {"host": _host(), "pid": os.getpid()})
         try:
             claims = {key: self._claim(key, sign) for key in keys}
         finally:
@@ -199,7 +199,7 @@ class Cells:
                 owner = read_json(claim)
         except (FileNotFoundError, FarspanError):
             return True  # it was released just now; look again later
-        if owner.get("host") == socket.gethostname() and not _runs(owner["pid"]):
+        if owner.get("host") == _host() and not _runs(owner["pid"]):
             return False
         return self._now() - beat < self._stale
 
@@ -210,6 +210,13 @@ class Cells:
         now = probe.stat().st_mtime
         probe.unlink()
         return now
+
+
+def _host() -> str:
+    """Where a process's number means something: containers may share a machine's name and count for themselves."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 @contextmanager

@@ -317,11 +317,17 @@ def _check_gguf(file: Path) -> None:
         )
 
 
-def _load_patched(folder: Path, **options) -> Loaded:
+def _load_patched(folder: Path, *, dtype: torch.dtype | str | None = None, **options) -> Loaded:
     patch = Patch.load(folder)
-    base, tokenizer = load_base(folder, patch, **options)
+    # A patch knows its base by weights rounded to bf16, and those that were rounded to float16 may round otherwise.
+    late = dtype in (torch.float16, "float16")
+    base, tokenizer = load_base(folder, patch, dtype=None if late else dtype, **options)
     try:
-        return Loaded(patch.apply(base), tokenizer)
+        model = patch.apply(base)
+        if late:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.half()
+        return Loaded(model, tokenizer)
     except OtherModelError as error:
         raise FarspanError(
             f"the patch in {folder} names {_base_source(folder, patch)} as its base, and what lies there is another "

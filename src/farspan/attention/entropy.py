@@ -58,6 +58,7 @@ class Scores:
     bias: Any = None  # its .tensor(rows) is added to the scores
     softcap: float | None = None
     sinks: Tensor | None = None  # [H] the score of an extra key that holds no value
+    added: Tensor | None = None  # [1 or B, H, Q, K] what a family of transformers adds to them by position
 
     @classmethod
     def of(cls, call: Call) -> Scores:
@@ -66,14 +67,13 @@ class Scores:
         # Without a mask several queries see no further than themselves; a static cache may hold more.
         k = call.k[:, :, :queries] if call.mask is None and queries > 1 else call.k
         options = call.options
-        return cls(
-            call.q, k, call.scaling, call.mask, options.get("bias"), options.get("softcap"), options.get("s_aux")
-        )
+        names = ("bias", "softcap", "s_aux", "position_bias")
+        return cls(call.q, k, call.scaling, call.mask, *(options.get(name) for name in names))
 
     @property
     def plain(self) -> bool:
         """Causal, of all keys, with nothing added: what the kernels compute."""
-        return self.mask is self.bias is self.softcap is self.sinks is None
+        return self.mask is self.bias is self.softcap is self.sinks is self.added is None
 
     def rows(self, start: int, stop: int, step: int, dtype: torch.dtype) -> Tensor:
         """The scores of query rows start:stop:step, [B, H, rows, keys]; hidden keys are HIDDEN.
@@ -88,6 +88,8 @@ class Scores:
             scores = (scores / self.softcap).tanh() * self.softcap
         if self.bias is not None:
             scores += self.bias.tensor(slice(start, stop, step))[..., : k.shape[2]].to(dtype)
+        if self.added is not None:
+            scores += self.added[:, :, start:stop:step, : k.shape[2]].to(dtype)
         if self.mask is None:
             hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
             scores.masked_fill_(hidden, HIDDEN)
@@ -186,12 +188,16 @@ def _moments(s: Tensor) -> Tensor:
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """float32 products in float32: TF32 keeps ten bits of them, and entropy would lose five digits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends: Any = torch.backends
+    products = (backends.cuda.matmul, backends.mkldnn.matmul)
+    before = [each.fp32_precision for each in products]  # torch's older setting is lost for who uses this one
+    for each in products:
+        each.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for each, precision in zip(products, before, strict=True):
+            each.fp32_precision = precision
 
 
 def _slots(call: Call) -> Tensor:

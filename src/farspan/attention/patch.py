@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farspan.attention import seam
 from farspan.attention.scales import Scales
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import new_folder, read_json, read_tensors, write_json
 
 FORMAT = 1
@@ -284,16 +284,24 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
         return
     trial = copy.deepcopy(config)
     trial.rope_parameters = _merged(config.rope_parameters, rope)
+    own = config.rope_parameters
+
+    def put(parameters: Any, modules: Sequence[Any]) -> None:
+        config.rope_parameters = parameters
+        for (parent, name, _), rotary in zip(rotaries, modules, strict=True):
+            rotary.config = config
+            parent.register_module(name, rotary)
+
     try:
-        rebuilt = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
-    except (KeyError, TypeError, ValueError) as error:
+        put(trial.rope_parameters, [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries])
+        with seam.evaluating(model):
+            model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device), use_cache=False)
+    except Exception as error:  # a type needs more than it is given, or a family reads more than rotation needs
+        put(own, [rotary for _, _, rotary in rotaries])
         raise UnfitError(
-            f"rope parameters {rope} cannot be built ({type(error).__name__}: {error}); give what that rope_type needs"
+            f"{type(model).__name__} does not run with rope parameters {rope} ({type(error).__name__}: "
+            f"{first_line(error)}); give what that rope_type needs, or choose another"
         ) from None
-    config.rope_parameters = trial.rope_parameters
-    for (parent, name, _), rotary in zip(rotaries, rebuilt, strict=True):
-        rotary.config = config
-        parent.register_module(name, rotary)
 
 
 def forget_lengths(model: PreTrainedModel) -> None:
@@ -311,7 +319,7 @@ def forget_lengths(model: PreTrainedModel) -> None:
 def _merged(own: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """The new parameters with the model's own base frequency, which an override must never lose. Where kinds of
     layers have parameters of their own, those that see the whole context get the new ones."""
-    if "full_attention" in own:
+    if own.get("full_attention"):
         return {**own, "full_attention": _merged(own["full_attention"], rope)}
     kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
     return {**kept, **rope}

@@ -125,6 +125,8 @@ def _kind(call: seam.Call, other: seam.Call, placed: bool) -> str:
         return "unknown"  # nothing can be seen in what is not finite, or all zero
     if any(_moved(*pair) for pair in pairs):
         return "rope"
+    if call.options.get("position_bias") is not None:
+        return "unknown"  # what a family of transformers adds to scores; it may depend on more than distance
     bias = call.options.get("bias")
     if bias is None:
         return "none" if placed else "unknown"  # a model that takes no position ids hides where it gets them

@@ -38,7 +38,7 @@ ENCODINGS: dict[str, tuple[str, float]] = {
 }
 SIGHT = 256  # examples by which the length of a task's rows is judged
 NEAR = 1.9  # rows that are so many times longer train in another fleet, for all are padded to the longest
-FORMAT = 3  # of a cell's result
+FORMAT = 4  # of a cell's result
 LONGEST = 10_000
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention.patch import Patch, set_rope
+from farspan.errors import FarspanError
 from farspan.methods.job import Job, least, loss_by_position
 from farspan.methods.tuning import Tuning, tune
 
@@ -22,7 +23,7 @@ def _pi(job: Job, stretch: float, theta: float, width: int) -> Rope:
 
 
 def _ntk(job: Job, stretch: float, theta: float, width: int) -> Rope:
-    return {"rope_type": "default", "rope_theta": theta * stretch ** (width / (width - 2))}
+    return {"rope_theta": theta * stretch ** (width / (width - 2))}
 
 
 def _dynamic_ntk(job: Job, stretch: float, theta: float, width: int) -> Rope:
@@ -70,15 +71,32 @@ def roped(model: PreTrainedModel, job: Job, method: str, tuning: Tuning | None) 
 
 
 def _rope(model: PreTrainedModel, job: Job, method: str, stretch: float) -> Rope:
-    config = model.config.get_text_config()
-    own = _global(config.rope_parameters)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turned = round(width * own.get("partial_rotary_factor", 1.0))
-    return ROPES[method](job, stretch, float(own["rope_theta"]), turned)
+    """The model's own parameters with those of the method, which for a stretch of 1 change no angle."""
+    own = _global(model.config.get_text_config().rope_parameters)
+    if "rope_theta" not in own:
+        raise FarspanError(
+            f"only layers with windows rotate in {type(model).__name__}, and {method} would change nothing beyond; "
+            "use uniform or headscale"
+        )
+    return {**own, **ROPES[method](job, stretch, float(own["rope_theta"]), _turned(model))}
+
+
+def stretched(config: PreTrainedConfig) -> str | None:
+    """How a model's rotation is stretched already: `llama3`, `yarn` and the like. A base frequency can be raised
+    under any of them; the other methods would put themselves in its place."""
+    kind = _global(getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
+    return None if kind in ("default", "none") else kind
+
+
+def _turned(model: PreTrainedModel) -> int:
+    """How many numbers of a head are turned, where the whole context is seen."""
+    buffers = dict(model.named_buffers())
+    found = [name for name in buffers if name.endswith("inv_freq") and "original" not in name]
+    return 2 * len(buffers[next((name for name in found if name.endswith("full_attention_inv_freq")), found[0])])
 
 
 def _global(rope: dict[str, Any]) -> dict[str, Any]:
-    return rope.get("full_attention", rope)
+    return rope.get("full_attention") or rope
 
 
 @contextmanager

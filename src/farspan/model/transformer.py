@@ -31,10 +31,14 @@ MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
 class Embedding(nn.Embedding):
-    """A vector a token, times a constant: beside positions that are added to it, it has to be as large as they are."""
+    """A vector a token, times a constant: beside positions that are added to it, it has to be as large as they are.
+
+    Padding has a vector like any other. Where the end of a text pads as well, a vector of its own that is kept at zero
+    would keep the model from learning what an end is.
+    """
 
     def __init__(self, config: FarspanConfig):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        super().__init__(config.vocab_size, config.hidden_size)
         self.scale = config.embedding_scale
 
     def forward(self, input: Tensor) -> Tensor:

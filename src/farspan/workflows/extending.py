@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, fingerprint, forget_lengths
 from farspan.attention.probe import Layer, probe
@@ -33,7 +33,7 @@ from farspan.memory import out_of_memory
 from farspan.methods.drope import drope
 from farspan.methods.headscale import Search, headlog, headscale
 from farspan.methods.job import Job, least, loss_by_position, scaled_loss
-from farspan.methods.rope import ROPES, roped, roped_as
+from farspan.methods.rope import ROPES, roped, roped_as, stretched
 from farspan.methods.schedules import SCHEDULES, scheduled
 from farspan.methods.tuning import FAIR, RAW, Tuning, weighted_as
 from farspan.methods.uniform import uniform
@@ -180,7 +180,7 @@ def extend(
             f"whatever --train-length {length} says; leave that away, or choose ntk or yarn"
         )
     layers = probe(model)
-    notes = (*suited(names, layers, str(source)), *_idle(names, layers, how))
+    notes = (*suited(names, layers, model.config, str(source)), *_idle(names, layers, model.config, how))
     splits = _splits(data, tokenizer, to, how)
     ready()
     job = job_for(
@@ -373,10 +373,15 @@ def _checked_length(source: str | Path, to: int, length: int | None, rows: int |
     return length
 
 
-def suited(names: list[str], layers: Sequence[Layer], source: str) -> tuple[str, ...]:
+def suited(names: list[str], layers: Sequence[Layer], config: PreTrainedConfig, source: str) -> tuple[str, ...]:
     """Refuse methods for which this model has not what they work on; what is unusual is said."""
     kinds = {layer.position for layer in layers}
     rotary = "rope" in kinds
+    if (kind := stretched(config)) is not None and (replacing := set(names) & set(ROPES) - {"ntk"}):
+        raise FarspanError(
+            f"the rotation of {source} is stretched already ({kind}), and {min(replacing)} would take the place of "
+            "that; use ntk, uniform or headscale"
+        )
     for name in names:
         if name in ROPED and not rotary:
             raise FarspanError(
@@ -388,9 +393,9 @@ def suited(names: list[str], layers: Sequence[Layer], source: str) -> tuple[str,
     return ()
 
 
-def _idle(names: Sequence[str], layers: Sequence[Layer], how: Extension) -> Iterator[str]:
+def _idle(names: Sequence[str], layers: Sequence[Layer], config: PreTrainedConfig, how: Extension) -> Iterator[str]:
     """What auto, which may be given every setting, does not use on this model."""
-    candidates = _candidates(layers)
+    candidates = _candidates(layers, config)
     for key, _ in _unusual(how, Extension()) if list(names) == ["auto"] else ():
         if not _users(key, candidates):
             yield f"{key} did nothing: here auto chooses of {', '.join(candidates)}"
@@ -432,15 +437,17 @@ def _apply_on_top(part: Patch, model: PreTrainedModel) -> None:
     replace(part, model=fingerprint(model)).apply(model)
 
 
-def _candidates(layers: Sequence[Layer]) -> list[str]:
+def _candidates(layers: Sequence[Layer], config: PreTrainedConfig) -> list[str]:
     """Of which methods auto chooses."""
-    return ["ntk", "yarn"] if all(layer.position == "rope" for layer in layers) else ["uniform", "headscale", "headlog"]
+    if not all(layer.position == "rope" for layer in layers):
+        return ["uniform", "headscale", "headlog"]
+    return ["ntk", "yarn"] if stretched(config) is None else ["ntk", "uniform"]
 
 
 def _best(model: PreTrainedModel, job: Job, how: Extension) -> tuple[Patch, tuple[str, ...]]:
     """Of the methods that suit the model, the one that the second split likes best."""
     patches: dict[str, Patch] = {}
-    for name in _candidates(probe(model)):
+    for name in _candidates(probe(model), model.config):
         patches[name] = METHODS[name](model, job, how)
         if name == "uniform" and not how.search.init:  # where the others start, and need not look for again
             found = patches[name].scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -152,7 +153,7 @@ def _inspect_model(
     config = (config or model.config).get_text_config()
     if not (heads := getattr(config, "num_attention_heads", None)):
         raise FarspanError(f"a {config.model_type} has no attention heads, so there is nothing to inspect")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = _head_dim(config)
     temperature = built_in_temperature(config)
     warnings = list(notes)
     if temperature:
@@ -310,6 +311,15 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def _head_dim(config: PreTrainedConfig) -> int:
+    """As the config has it. Where kinds of layers have heads of other widths, a share of the hidden size stands for all
+    until the model is run."""
+    own = None
+    with suppress(RuntimeError):  # transformers refuses to name one of several
+        own = getattr(config, "head_dim", None)
+    return own or config.hidden_size // config.num_attention_heads
+
+
 def _count(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -321,7 +331,7 @@ def small_model(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrained
     text = small.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    head_dim = _head_dim(text)
     group = heads // kv_heads
     few = 2 if group < 4 else 1
     width = few * group * head_dim

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,14 @@ class Study:
         for name in ("report_windows", "report_factor", "passkeys"):
             if getattr(self, name) < 1:
                 raise FarspanError(f"{name} is {getattr(self, name)}; give 1 or more")
-        if min(self.factors) < 1:
+        if min(self.factors) < 2:
             raise FarspanError(
-                f"factors names {min(self.factors)}, and a target is so many training lengths; give 1 or more"
+                f"factors names {min(self.factors)}, and a target is so many training lengths; give 2 or more"
+            )
+        if self.report_factor < max(self.factors):
+            raise FarspanError(
+                f"report_factor is {self.report_factor} and factors names {max(self.factors)}, so a target would not "
+                "be measured; let report_factor be as large"
             )
         for seed in self.seeds:
             if not 0 <= seed < 2**20:
@@ -321,18 +326,13 @@ def _written(items: list[Cell | Grid], found: dict[Cell | Grid, dict[str, Any]],
 def _described(texts: Texts, item: Cell | Grid, folder: Path) -> dict[str, Any]:
     """All that a result depends on."""
     known = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
-    return {**asdict(item), **known, "weights": _weights(folder)}
+    return {**asdict(item), **known, "weights": texts.weights(folder)}
 
 
 def _settings(study: Study) -> dict[str, Any]:
     """What a study says of how its cells are measured, as JSON has it."""
     aside = ("methods", "factors", "seeds", "grids", "folder", "runs")  # which cells there are, and where things lie
     return json.loads(json.dumps({name: value for name, value in asdict(study).items() if name not in aside}))
-
-
-@cache
-def _weights(folder: Path) -> list[str]:
-    return [sha256_of(file) for file in weight_files(folder)] if folder.is_dir() else [str(folder)]
 
 
 def _check_model(texts: Texts, name: str) -> None:
@@ -348,7 +348,7 @@ def _check_model(texts: Texts, name: str) -> None:
     fitted = [method.partition(":")[0] for method in study.methods[name] if method != "none"]
     layers = probe(small_model(config, False)) if fitted else []
     for method in fitted:
-        suited(method.split("+"), layers, f"{name} (methods.{name})")
+        suited(method.split("+"), layers, config, f"{name} (methods.{name})")
     if trained is None:
         return  # its tokenizer is still to be made
     length = trained_on(config)
@@ -371,7 +371,7 @@ def find_model(study: Study, name: str, store: Cells, progress: Progress) -> Pat
     if (trained := _trained(study, name)) is not None:
         return trained
     folder = Path(study.runs) / name
-    with store.claimed([f"model-{name}"]) as mine:
+    with store.claimed([key_of({"model": name})]) as mine:
         if not mine:
             return None
         if not (folder / "model").exists():
@@ -399,6 +399,7 @@ class Texts:
         self.study = study
         self.best: dict[tuple[str, int, bool, int], float] = {}  # model, target, constraint, windows -> best λ̂
         self._read: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        self._weights: dict[Path, list[str]] = {}
 
     def windows(self, file: str, model: str, tokenizer: Any, length: int, limit: int) -> torch.Tensor:
         asked = (file, model, length, limit)
@@ -406,6 +407,13 @@ class Texts:
             self._read = {key: ids for key, ids in self._read.items() if key[1] == model}  # the last model's are done
             self._read[asked] = cut_windows(read_documents(self.study.path(file)), tokenizer, length, limit).ids
         return self._read[asked]
+
+    def weights(self, folder: Path) -> list[str]:
+        """What the weights of a model are known by; it is not trained again while a study runs."""
+        if folder not in self._weights:
+            files = weight_files(folder) if folder.is_dir() else []
+            self._weights[folder] = [sha256_of(file) for file in files] or [str(folder)]
+        return self._weights[folder]
 
     def check(self) -> None:
         """Refuse a study whose texts are not there, before anything is trained."""
