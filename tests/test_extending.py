@@ -480,7 +480,7 @@ def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
     ("changes", "message"),
     [
         ({"to": 64}, "was trained on 64 tokens already; ask for more"),
-        ({"method": "headscal"}, "method 'headscal' is unknown; did you mean headscale?"),
+        ({"method": "headscal"}, "method 'headscal' is unknown; the nearest is headscale"),
         ({"method": "yarn"}, "yarn changes rotation, and .* has none in any layer .*; use uniform, headscale"),
         ({"method": "headscale+uniform"}, "scales attention twice or too early"),
         ({"method": "uniform+yarn"}, "scales attention twice or too early"),

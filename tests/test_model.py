@@ -338,7 +338,7 @@ def test_rotation_that_was_removed_stays_removed():
 
 
 BAD_CONFIGS = {
-    "'rpoe' is unknown; did you mean 'rope'": {"position": "rpoe"},
+    "'rpoe' is unknown; the nearest is rope": {"position": "rpoe"},
     "choose one of none, rope": {"position": "xyz"},
     r"window sizes \[64, 128\]": {"position": ["rope/128", "rope/64"]},
     r"window sizes \[64, 128\].*one sliding_window": {"position": "rope/128", "sliding_window": 64},

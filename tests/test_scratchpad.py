@@ -129,7 +129,7 @@ def test_settings_are_spelled_in_letters_or_names(text, task, parts):
     [
         (lambda: parse_parts("full", "copy"), "copy has no scratchpad; those that have one are addition"),
         (lambda: parse_parts("iv", "sorting"), "the scratchpad of sorting has no variables part"),
-        (lambda: parse_parts("input+outptu", "addition"), "did you mean output?"),
+        (lambda: parse_parts("input+outptu", "addition"), "the nearest is output"),
         (lambda: parse_parts("", "addition"), "names the part ''"),
         (lambda: parse_parts("ii", "addition"), "names a part twice"),
         (lambda: draw(TASKS["scan"], (1, 5), 1, 0, scratchpad="i"), "scan has no scratchpad"),

@@ -46,6 +46,8 @@ Position = Annotated[
     str | None,
     typer.Option(help='Read a llama checkpoint with this encoding: "none" if it was trained without rotation.'),
 ]
+Device = Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")]
+Text = Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -87,13 +89,13 @@ def inspect(model: Model, as_json: AsJson = False, position: Position = None, tr
 @app.command()
 def diagnose(
     models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="One or several models or patches.")],
-    data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
+    data: Text = "python-docs",
     lengths: Annotated[str, typer.Option(help="As 512,1024 or 512:4096; the largest is read.")] = "512:4096",
     scales: Annotated[str, typer.Option(help="Uniform scales to compare, as 0.8:1.4:0.1.")] = "",
     windows: Annotated[int, typer.Option(min=1, help="How many windows of text to read at most.")] = 8,
     train_length: Annotated[int | None, typer.Option(min=1, help="Where the config does not tell it.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figures.")] = None,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     position: Position = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -137,7 +139,7 @@ def extend(
     data: Annotated[list[str] | None, typer.Option(help="Text; or three, as search=, choose= and report=PATH.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A recipe's name, or a .toml file.")] = None,
     train_length: Annotated[int | None, typer.Option(min=1, help="Where the config does not tell it.")] = None,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     position: Position = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -233,7 +235,7 @@ def reproduce(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, as extend-small, or a .toml file.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As folder=path/to/data.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Its folder; runs/STUDY unless given.")] = None,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     so_far: Annotated[bool, typer.Option("--so-far", help="Show what is finished, and measure nothing.")] = False,
 ):
     """Run a whole study: train or find its models, fit every method, measure all alike. Stopped, it goes on."""
@@ -280,7 +282,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="So many a task of needle, LongBench and commonsense.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="For keys, needles and subsets.")] = 0,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     position: Position = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -333,7 +335,7 @@ def export(
     out: Annotated[Path, typer.Option("-o", "--out", help="A new folder.")],
     format: Annotated[str, typer.Option(help="live, folded, stock, peft or gguf.")],
     dtype: Annotated[str, typer.Option(help="Of the written weights; narrower ones round.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ):
     """Give the patched model to others: written, read again, and compared with the live one."""
@@ -360,7 +362,7 @@ def generate(
     tokens: Annotated[int, typer.Option(help="How many at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     position: Position = None,
     trust_remote_code: Trust = False,
 ):
@@ -399,7 +401,7 @@ def lab_run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A study's name, as lab-tiny, or a .toml file.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="As train.steps=500.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Its folder; runs/RECIPE unless given.")] = None,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
     so_far: Annotated[bool, typer.Option("--so-far", help="Show what is finished, and train nothing.")] = False,
     as_json: AsJson = False,
@@ -455,14 +457,14 @@ def lab_dump(
 @lab.command("distance")
 def lab_distance(
     models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="Models of one tokenizer and depth.")],
-    data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
+    data: Text = "python-docs",
     task: Annotated[str | None, typer.Option(help="Examples of a task instead, for models of the laboratory.")] = None,
     lengths: Annotated[str, typer.Option(help="Of the task, as 2:20; else those it is trained on.")] = "",
     length: Annotated[int, typer.Option(min=2, help="Of a window of text, in tokens.")] = 512,
     windows: Annotated[int, typer.Option(min=1, help="How many windows, or examples.")] = 4,
     legacy: Annotated[bool, typer.Option("--legacy", help="As paper B's code: no JSD, half of the pairs.")] = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figures.")] = None,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ):
     """How alike do models attend? The divergence of their heads, layer by layer, and what each head is worth."""
@@ -490,11 +492,11 @@ def lab_distance(
 @lab.command("theorems")
 def lab_theorems(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL…]", help="To read positions from.")] = None,
-    data: Annotated[str, typer.Option(help="Text: a file, folder, data set, or python-docs.")] = "python-docs",
+    data: Text = "python-docs",
     length: Annotated[int, typer.Option(min=4, max=16_384, help="Of the texts, in tokens.")] = 512,
     windows: Annotated[int, typer.Option(min=2, help="How many texts: half are fitted to, half are read.")] = 8,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figure.")] = None,
-    device: Annotated[str | None, typer.Option(help="As cpu or cuda:0; a GPU where there is one.")] = None,
+    device: Device = None,
 ):
     """How can a model without positions know them? Paper B's theorems as weights, and what models have learnt."""
     from farspan.workflows.explaining import theorems

@@ -5,6 +5,9 @@ A message is one sentence that a user can act on: the cause, the value and the w
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class FarspanError(Exception):
     """The user can mend this. The command line prints the message, without a traceback, and exits 2."""
@@ -33,3 +36,14 @@ class PreemptedError(FarspanError):
 def first_line(error: BaseException) -> str:
     """What an error of a library says, in one line."""
     return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The way out for a name that is unknown.
+
+    >>> nearest("headscal", ["uniform", "headscale"])
+    'the nearest is headscale'
+    """
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    return f"the nearest is {near[0]}" if near else f"choose one of {', '.join(known)}"

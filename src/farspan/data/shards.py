@@ -86,10 +86,6 @@ class Shards:
         return self.manifest.eos
 
     @property
-    def vocabulary(self) -> int:
-        return self.manifest.vocabulary
-
-    @property
     def tokens(self) -> int:
         return self._borders[-1]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import importlib.metadata
 import io
 import json
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.attention.patch import forget_lengths
-from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.errors import CorruptError, FarspanError, first_line, nearest
 from farspan.evals.jsonlines import read_rows
 from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
@@ -119,8 +118,7 @@ class Commonsense:
             raise FarspanError(f"a limit of {self.limit} items leaves none; ask for 1 or more")
         for task in self.tasks:
             if task not in TASKS:
-                near = difflib.get_close_matches(task, TASKS, 1, 0)
-                raise FarspanError(f"commonsense has no task {task!r}; the nearest is {near[0]}")
+                raise FarspanError(f"commonsense has no task {task!r}; {nearest(task, TASKS)}")
 
     def _file(self, task: str) -> Path:
         check_unpacked(Path(self.data))

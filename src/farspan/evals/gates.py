@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.evals.longbench import tasks
 from farspan.evals.scores import Place, Score, beside
 from farspan.lengths import parse_lengths
@@ -60,8 +59,8 @@ def parse_gate(text: str) -> Gate:
         raise FarspanError(f"{text!r} is no gate; write it as ppl@512<=1.05x, pg19:ppl@4k<=20 or passkey@1024>=0.9")
     known = list(dict.fromkeys([*METRICS, *(task.metric for task in tasks().values())]))
     if found["metric"] not in known:
-        near = difflib.get_close_matches(found["metric"], known, 1, 0)
-        raise FarspanError(f"the gate {text!r} names {found['metric']!r}, which is no metric; the nearest is {near[0]}")
+        way = nearest(found["metric"], known)
+        raise FarspanError(f"the gate {text!r} names {found['metric']!r}, which is no metric; {way}")
     (length,) = parse_lengths(found["length"]) if found["length"] else (None,)
     sign, value = found["sign"], float(found["value"])
     return Gate(text, found["task"], found["metric"], length, sign, value, bool(found["times"]))

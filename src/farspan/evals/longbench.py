@@ -7,7 +7,6 @@ MiniLongBench's (`prompt` and `gold`) comes in prompts of its own.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, nearest
 from farspan.evals import metrics
 from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.jsonlines import read_rows
@@ -286,8 +285,7 @@ def _answers(given: list[str]) -> tuple[str, ...]:
 def _task(row: Mapping[str, Any]) -> Task:
     name = row["dataset"]
     if name not in tasks():
-        near = difflib.get_close_matches(str(name), tasks(), 1, 0)
-        raise FarspanError(f"{name!r} is no English or code task of LongBench; the nearest is {near[0]}")
+        raise FarspanError(f"{name!r} is no English or code task of LongBench; {nearest(str(name), tasks())}")
     return tasks()[name]
 
 

@@ -7,7 +7,6 @@ asked for. At every length the same facts stand at the same relative depths.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from bisect import bisect_right
@@ -22,7 +21,7 @@ import torch
 
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.evals.decoding import continuations, end_tokens
 from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
@@ -183,8 +182,7 @@ class Needle:
             raise FarspanError(f"needles take {SHORTEST} tokens, and {min(self.lengths)} are asked for; ask for more")
         for task in self.tasks:
             if task not in TASKS:
-                near = difflib.get_close_matches(task, TASKS, 1, 0)
-                raise FarspanError(f"needle has no task {task!r}; the nearest is {near[0]}")
+                raise FarspanError(f"needle has no task {task!r}; {nearest(task, TASKS)}")
         for name in ("samples", "keys", "values", "queries", "hops", "chains", "batch"):
             if getattr(self, name) < 1:
                 raise FarspanError(f"needle's {name} are {getattr(self, name)}; ask for 1 or more")

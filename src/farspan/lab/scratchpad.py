@@ -65,7 +65,7 @@ def _letters(text: str) -> str:
     for each in found:
         if each not in PARTS:
             near = difflib.get_close_matches(each, by_name, 1)
-            hint = f"did you mean {near[0]}?" if near else "write it as icovr or input+output, as full or as none"
+            hint = f"the nearest is {near[0]}" if near else "write it as icovr or input+output, as full or as none"
             raise FarspanError(f"scratchpad {text!r} names the part {each!r}, which is unknown; {hint}")
     if len(set(found)) < len(found):
         raise FarspanError(f"scratchpad {text!r} names a part twice; name each once")

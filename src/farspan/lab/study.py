@@ -6,7 +6,6 @@ seed. It is judged by exact match, length by length, inside the range that it wa
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections import defaultdict
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.lab.fleet import Fleet, Rows, tells, wide
 from farspan.lab.lesson import Plan
 from farspan.lab.scratchpad import parse_parts
@@ -115,9 +114,7 @@ class Study:
             shape.check(size)
         for encoding in self.encodings:
             if encoding not in ENCODINGS:
-                near = difflib.get_close_matches(encoding, ENCODINGS, 1)
-                hint = f"the nearest is {near[0]}" if near else f"choose one of {', '.join(ENCODINGS)}"
-                raise FarspanError(f"encoding {encoding!r} is unknown; {hint}")
+                raise FarspanError(f"encoding {encoding!r} is unknown; {nearest(encoding, ENCODINGS)}")
         for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
             find_task(task)
             parse_parts(scratchpad, task)

@@ -6,7 +6,6 @@ written digit by digit, for digits are what those tasks are about. What a length
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import zlib
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.lab import pcfg, scan
 from farspan.lab.scratchpad import parse_parts, spell
 
@@ -299,9 +298,7 @@ def find_task(name: str) -> Task:
     """The task of that name; one that is unknown is answered with the nearest."""
     if name in TASKS:
         return TASKS[name]
-    near = difflib.get_close_matches(name, TASKS, 1)
-    hint = f"the nearest is {near[0]}" if near else f"choose one of {', '.join(TASKS)}"
-    raise FarspanError(f"task {name!r} is unknown; {hint}")
+    raise FarspanError(f"task {name!r} is unknown; {nearest(name, TASKS)}")
 
 
 class Splits(NamedTuple):

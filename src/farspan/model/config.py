@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from numbers import Integral
 
 from transformers import PreTrainedConfig
 
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -182,9 +181,7 @@ def parse_position(entry: str) -> tuple[str, int | None]:
     kind, _, window = entry.partition("/")
     known: Sequence[str] = PER_LAYER + MODEL_WIDE
     if kind not in known:
-        near = difflib.get_close_matches(kind, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
-        raise FarspanError(f"position {entry!r} is unknown; {hint}")
+        raise FarspanError(f"position {entry!r} is unknown; {nearest(kind, known)}")
     if not window and "/" not in entry:
         return kind, None
     if not window.isdecimal() or int(window) < 1:

@@ -6,7 +6,6 @@ length, depth, seed. Whatever was measured before, by whichever process, is read
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.data.passkey import SCORED, Passkeys
 from farspan.data.tokens import fingerprint as tokens_of
 from farspan.diagnosis.curves import check_finite
-from farspan.errors import FarspanError, first_line
+from farspan.errors import FarspanError, first_line, nearest
 from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
 from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
@@ -107,8 +106,7 @@ def evaluate(
     """
     chosen, gates, out, state = find_suite(suite), [parse_gate(text) for text in require], Path(out), processes()
     if mode not in MODES:
-        near = difflib.get_close_matches(mode, MODES, 1, 0)
-        raise FarspanError(f"perplexity mode {mode!r} is unknown; the nearest is {near[0]}")
+        raise FarspanError(f"perplexity mode {mode!r} is unknown; {nearest(mode, MODES)}")
     scope = Scope(
         lengths=tuple(sorted(set(lengths))),
         data=named_texts(suite, chosen, data),

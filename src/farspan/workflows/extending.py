@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -25,7 +24,7 @@ from farspan.data.documents import read_documents
 from farspan.data.passkey import Passkeys
 from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.diagnosis.curves import check_losses
-from farspan.errors import FarspanError, ProofError
+from farspan.errors import FarspanError, ProofError, nearest
 from farspan.evals.passkey import passkey_share
 from farspan.files import check_free, new_folder, write_text
 from farspan.loading import is_patch, load_for_text
@@ -305,9 +304,7 @@ def _method_names(method: str) -> list[str]:
         raise FarspanError(f"{method}: auto chooses by itself; give it alone, or name the methods to combine")
     for name in names:
         if name not in METHODS and name != "auto":
-            near = difflib.get_close_matches(name, [*METHODS, "auto"], 1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(METHODS)}, or auto"
-            raise FarspanError(f"method {name!r} is unknown; {hint}")
+            raise FarspanError(f"method {name!r} is unknown; {nearest(name, [*METHODS, 'auto'])}")
     check_combination(method)
     return names
 

@@ -7,7 +7,6 @@ that was stopped goes on with the cells that are missing.
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import measure
 from farspan.diagnosis.knees import Rule, find_knee
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.evals.passkey import passkey_share
 from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
 from farspan.loading import check_source, chosen_device, load_config, load_for_text, load_tokenizer
@@ -196,8 +195,8 @@ def cells(study: Study) -> list[Cell]:
             names = method.partition(":")[0].split("+")
             unknown = [name for name in names if name not in METHODS and name != "none"]
             if unknown:
-                near = difflib.get_close_matches(unknown[0], METHODS, 1) or ["none"]
-                raise FarspanError(f"methods.{model} names {unknown[0]!r}, which is unknown; the nearest is {near[0]}")
+                way = nearest(unknown[0], ["none", *METHODS])
+                raise FarspanError(f"methods.{model} names {unknown[0]!r}, which is unknown; {way}")
             if method == "none":
                 found.append(Cell(model, method, 1, 0))
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.data.passkey import SCORED, Passkeys
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, nearest
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.longbench import LongBench
 from farspan.evals.needle import Needle
@@ -143,8 +142,7 @@ SUITES = {
 
 def find_suite(name: str) -> Suite:
     if name not in SUITES:
-        near = difflib.get_close_matches(name, SUITES, 1, 0)
-        raise FarspanError(f"suite {name!r} is unknown; the nearest is {near[0]} (there are {', '.join(SUITES)})")
+        raise FarspanError(f"suite {name!r} is unknown; {nearest(name, SUITES)}")
     return SUITES[name]
 
 
