@@ -324,7 +324,7 @@ def test_a_broken_manifest_is_one_sentence(packed, tmp_path):
 
 def test_shards_know_their_tokenizer(tokenizer, packed):
     other = train_tokenizer(CORPUS, VOCABULARY + 1)
-    assert open_shards(packed.folder, tokenizer).vocabulary == VOCABULARY
+    assert open_shards(packed.folder, tokenizer).manifest.vocabulary == VOCABULARY
     with pytest.raises(FarspanError, match=f"{fingerprint(tokenizer)[:12]}.*{fingerprint(other)[:12]}") as caught:
         open_shards(packed.folder, other)
     assert caught.value.exit_code == 2

@@ -30,11 +30,11 @@ from farspan.evals.longbench import tasks
 from farspan.evals.passkey import Beginning, Passkey
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Score, beside
+from farspan.loading import EXACT_BELOW, in_exact_numbers
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import evaluation_figures, passkey_heatmap
 from farspan.workflows import evaluating
 from farspan.workflows.evaluating import Evaluated, evaluate, identity, saw_passkeys
-from farspan.workflows.extending import EXACT_BELOW, in_exact_numbers
 from farspan.workflows.pretraining import NO_PASSKEYS
 from farspan.workflows.suites import SUITES, Scope
 

@@ -35,8 +35,9 @@ from farspan.methods.tuning import Tuning
 from farspan.methods.uniform import fit_log, full_grid, uniform
 from farspan.model.loss import mean_loss, token_losses
 from farspan.train.steps import Steps
-from farspan.workflows import extending
-from farspan.workflows.extending import METHODS, Extension, check_used, extend, fit_in_turn, read_extension
+from farspan.workflows import extending, fitting
+from farspan.workflows.extending import extend
+from farspan.workflows.fitting import METHODS, Extension, check_used, fit_in_turn, read_extension
 
 QUICK = Search(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
 LENGTH, TARGET = 16, 40
@@ -294,14 +295,14 @@ def test_a_stretch_of_one_changes_nothing_and_what_is_stretched_stays_so(own):
             with roped_as(model, rope_for(model, job_for(model), method, 1.0)):
                 assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-6), method
     if own is None:
-        assert extending._candidates(layers, config) == ["ntk", "yarn"]
+        assert fitting._candidates(layers, config) == ["ntk", "yarn"]
         return
-    assert extending._candidates(layers, config) == ["ntk", "uniform"]
-    assert not extending.suited(["ntk"], layers, config, "m")
+    assert fitting._candidates(layers, config) == ["ntk", "uniform"]
+    assert not fitting.suited(["ntk"], layers, config, "m")
     for method in ("pi", "yarn", "dynamic-ntk"):
         message = f"the rotation of m is stretched already .{own}., and {method} would take the place of that; use ntk"
         with pytest.raises(FarspanError, match=message):
-            extending.suited([method, "headscale"], layers, config, "m")
+            fitting.suited([method, "headscale"], layers, config, "m")
 
 
 def test_where_only_windows_rotate_there_is_nothing_to_stretch():
@@ -410,12 +411,12 @@ RECIPES = {"headscale": SEARCHED, "headlog": SEARCHED, "drope": TUNED}
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_extends_and_proves_it(tiny, tmp_path, method):
-    source = tiny / ("rope" if method in extending.ROPED else "none")
+    source = tiny / ("rope" if method in fitting.ROPED else "none")
     found = extend(source, 128, tmp_path / "patch", method, data=tiny / "text.txt", recipe=RECIPES.get(method, FEW))
     assert found.proof == pytest.approx(0, abs=1e-4)
     assert set(found.before) == {"loss@32", "loss@64", "loss@128"}
     model, _ = farspan.load(tmp_path / "patch")
-    assert seam.installed(model) == (method in extending.SCALED)
+    assert seam.installed(model) == (method in fitting.SCALED)
     told = json.loads((tmp_path / "patch" / "patch.json").read_text())
     assert (told["target"], told["train_length"]) == (128, 64)
     assert told["model"]["name"] == str(source)
@@ -459,7 +460,7 @@ def test_auto_chooses_by_the_loss_of_what_it_would_apply():
     assert torch.equal(model.model.norm.weight, patch.weights["model.norm.weight"])
     untuned = BY_NAME["farspan-rope"].build()
     before = {name: parameter.detach().clone() for name, parameter in untuned.named_parameters()}
-    extending._loss_with(untuned, patch, job.choose)
+    fitting._loss_with(untuned, patch, job.choose)
     assert all(torch.equal(before[name], parameter) for name, parameter in untuned.named_parameters())
 
 
@@ -549,7 +550,7 @@ def test_settings_that_a_method_uses_are_taken(method, changes):
     ],
 )
 def test_steps_that_were_asked_for_are_tuned(changes, steps, monkeypatch):
-    monkeypatch.setattr(extending, "roped", lambda model, job, method, tuning: tuning.steps)
+    monkeypatch.setattr(fitting, "roped", lambda model, job, method, tuning: tuning.steps)
     assert METHODS["yarn"](None, None, read_extension(None, changes)) == steps
 
 

@@ -33,7 +33,8 @@ from farspan.report.figures import diagnosis_figures
 from farspan.report.study import at
 from farspan.workflows import laboratory
 from farspan.workflows.evaluating import evaluate
-from farspan.workflows.extending import Extension, extend
+from farspan.workflows.extending import extend
+from farspan.workflows.fitting import Extension
 from farspan.workflows.reporting import report
 
 ROOT = Path(__file__).parent.parent

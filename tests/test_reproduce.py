@@ -18,8 +18,9 @@ from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import losses_of_methods
 from farspan.report.study import losses, report
 from farspan.workflows import reproduce as studies
-from farspan.workflows.extending import Extension
-from farspan.workflows.reproduce import Study, cells, read_study, reproduce, so_far
+from farspan.workflows.fitting import Extension
+from farspan.workflows.reproduce import reproduce, so_far
+from farspan.workflows.studies import Study, cells, read_study
 
 
 @pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])

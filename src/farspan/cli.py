@@ -148,7 +148,7 @@ def extend(
     from farspan.lengths import parse_lengths
     from farspan.progress import bars
     from farspan.workflows.extending import extend as fit
-    from farspan.workflows.extending import read_extension
+    from farspan.workflows.fitting import read_extension
 
     how, lengths = read_extension(recipe, changes or []), parse_lengths(to)
     if len(lengths) != 1:

@@ -32,6 +32,7 @@ TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with 
 BASE = "base"  # where a patch folder that carries its model keeps it
 MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+EXACT_BELOW = 300_000_000  # parameters
 
 
 class _AbsentError(FarspanError):
@@ -285,6 +286,17 @@ def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=kind)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     return Loaded(model.to(device).eval() if device else model.eval(), tokenizer)
+
+
+def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that is not large in float32, whatever its checkpoint says: where scores are large, bf16 drowns the
+    gradient of a scale, and so small a model has the memory and the time. Not so on a GPU if its heads share keys: SDPA
+    has no kernel for these in float32, and would write out all T² scores."""
+    exact = model.dtype == torch.float32 or getattr(model, "is_quantized", False)  # what was quantized is left as it is
+    config = model.config.get_text_config()
+    heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    shared = model.device.type == "cuda" and keys not in (None, heads)
+    return model if exact or shared or model.num_parameters() >= EXACT_BELOW else model.float()
 
 
 def unpacked_dtype(device: str | torch.device | None) -> torch.dtype:

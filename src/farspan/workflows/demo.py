@@ -9,7 +9,8 @@ from farspan.methods.headscale import Search
 from farspan.progress import Progress
 from farspan.report import figures
 from farspan.workflows.diagnosing import Diagnosis, diagnose
-from farspan.workflows.extending import Extended, Extension, extend
+from farspan.workflows.extending import Extended, extend
+from farspan.workflows.fitting import Extension
 
 MODEL, TARGET, LENGTHS = "nope-twin", 1024, (256, 512, 1024, 2048)
 FEW: dict[str, Any] = dict(search_windows=64, choose_windows=2, report_windows=8, passkeys=1)

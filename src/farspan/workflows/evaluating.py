@@ -31,7 +31,7 @@ from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import write_text
-from farspan.loading import BASE, TWINS, check_source, is_patch, load_for_text, patch_in
+from farspan.loading import BASE, TWINS, check_source, in_exact_numbers, is_patch, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
@@ -39,7 +39,6 @@ from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.train.sharding import processes
-from farspan.workflows.extending import in_exact_numbers
 from farspan.workflows.inspection import longest
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import NO_PASSKEYS, PASSKEYS
