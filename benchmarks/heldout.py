@@ -25,7 +25,8 @@ from farspan.data.windows import cut_windows
 from farspan.diagnosis.knees import Rule, find_knee
 from farspan.evals.passkey import passkey_share
 from farspan.model.loss import token_losses
-from farspan.report.figures import loss_curves, save
+from farspan.report.figures import loss_curves
+from farspan.report.style import save
 from farspan.report.study import quarter_before
 from farspan.workflows.inspection import train_length
 

@@ -21,7 +21,7 @@ from farspan.lab.theorems import (
 )
 from farspan.loading import TWINS, load
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.report.figures import draw_theorem
+from farspan.report.laboratory import draw_theorem
 from farspan.terminal import show_theorems
 from farspan.workflows.explaining import theorems
 

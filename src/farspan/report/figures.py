@@ -1,42 +1,18 @@
-"""All drawing. A figure takes what was measured and knows nothing of how."""
+"""Paper A's figures, and those of training and evaluation. Each takes what was measured and knows nothing of how."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+from matplotlib.ticker import FuncFormatter
 
-from farspan.files import write_bytes
-
-INK, FAINT = "#222222", "#b8b8b8"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by every eye
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "figure.facecolor": "white",
-}
-
-
-def save(figure: Figure, stem: Path) -> None:
-    """The figure as PNG and as SVG, each whole or not at all: other processes may be writing it too."""
-    for kind in ("png", "svg"):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=150)
-        write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
+from farspan.report.style import COLOURS, FAINT, INK, STYLE, few, leave_out, looks, mark_training, positions
 
 
 def diagnosis_figures(found: Sequence[Any]) -> dict[str, Figure]:
@@ -73,8 +49,8 @@ def loss_and_entropy(found: Sequence[Any]) -> Figure:
             longest.positions, np.log(longest.positions), color=FAINT, lw=1.2, ls=":", label="all keys alike: ln n"
         )
         for axes in (above, below):
-            _mark_training(axes, {diagnosis.train_length for diagnosis in found})
-            _positions(axes, longest.length)
+            mark_training(axes, {diagnosis.train_length for diagnosis in found})
+            positions(axes, longest.length)
         above.set_ylabel("loss (nats a token)")
         below.set_ylabel("entropy (nats, mean of heads)")
         below.set_xlabel("position (tokens); a ring marks where a curve leaves its trend")
@@ -97,8 +73,8 @@ def entropy_of_heads(found: Sequence[Any]) -> Figure:
             axes.plot(curves.positions, np.log(curves.positions), color=FAINT, lw=1.2, ls=":")
             axes.set_title(diagnosis.label, loc="left")
             axes.set_ylabel("entropy (nats)")
-            _mark_training(axes, {diagnosis.train_length})
-            _positions(axes, curves.length)
+            mark_training(axes, {diagnosis.train_length})
+            positions(axes, curves.length)
         panels[-1].set_xlabel("position (tokens)")
         last = max(len(diagnosis.curves.heads) for diagnosis in found) - 1
         shades = mpl.cm.ScalarMappable(mpl.colors.Normalize(0, last), "viridis")
@@ -121,9 +97,9 @@ def heads_by_layer(diagnosis: Any) -> Figure:
                 hot = (layer, head) in distracted
                 axes.plot(curves.positions, values, color=COLOURS[1] if hot else COLOURS[0], lw=0.8, alpha=0.9)
             axes.set_title(f"layer {layer}", loc="left", fontsize=9)
-            _mark_training(axes, {diagnosis.train_length}, label=False)
-            _positions(axes, curves.length)
-        _leave_out(panels, len(curves.heads), columns)
+            mark_training(axes, {diagnosis.train_length}, label=False)
+            positions(axes, curves.length)
+        leave_out(panels, len(curves.heads), columns)
         figure.supxlabel("position (tokens)", fontsize=10)
         figure.supylabel("entropy (nats)", fontsize=10)
         title = f"{len(distracted)} distracted heads in orange" if distracted else "no head is distracted"
@@ -145,7 +121,7 @@ def scale_against_entropy(diagnosis: Any) -> Figure:
             r = np.corrcoef(entropy, row)[0, 1] if np.ptp(row) > 0 else np.nan
             axes.scatter(entropy, row, s=18, color=COLOURS[0], alpha=0.85, lw=0)
             axes.set_title(f"layer {layer}   r = {r:.2f}", loc="left", fontsize=9)
-        _leave_out(panels, len(scales.layers), columns)
+        leave_out(panels, len(scales.layers), columns)
         figure.supxlabel("entropy at the end (nats)", fontsize=10)
         figure.supylabel("scale λ̂", fontsize=10)
         figure.suptitle(diagnosis.label, fontsize=11)
@@ -163,10 +139,10 @@ def loss_curves(curves: dict[str, np.ndarray], train_length: int, title: str) ->
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         axes = figure.subplots()
-        for (name, curve), look in zip(curves.items(), _looks([COLOURS[1], COLOURS[0], *COLOURS[2:]]), strict=False):
+        for (name, curve), look in zip(curves.items(), looks([COLOURS[1], COLOURS[0], *COLOURS[2:]]), strict=False):
             axes.plot(np.arange(1, len(curve) + 1), smoothed(curve, train_length // 8), lw=1.8, label=name, **look)
-        _mark_training(axes, {train_length})
-        _positions(axes, len(curve) + 1)
+        mark_training(axes, {train_length})
+        positions(axes, len(curve) + 1)
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("loss (nats)")
         beside = len(curves) > 4
@@ -188,7 +164,7 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
     models = list(dict.fromkeys(cell["model"] for cell in shown))
     factors = sorted({cell["factor"] for cell in shown} - {1}) or [1]
     names = list(dict.fromkeys(cell["method"] for cell in shown))
-    looks = dict(zip(names, cycle([{"color": INK, "ls": "-"}, *_looks(COLOURS)]), strict=False))
+    by_name = dict(zip(names, cycle([{"color": INK, "ls": "-"}, *looks(COLOURS)]), strict=False))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.4 * len(factors) + 0.6, 2.7 * len(models) + 0.6), layout="constrained")
         alike = len({cell["train_length"] for cell in shown}) == 1
@@ -204,15 +180,15 @@ def losses_of_methods(cells: Sequence[dict[str, Any]]) -> Figure:
                     if group:
                         loss = np.mean([next(iter(cell["loss"].values())) for cell in group], axis=0)
                         smooth = np.convolve(np.pad(loss, 2, mode="edge"), np.ones(5) / 5, "valid")
-                        axes.plot(group[0]["positions"], smooth, lw=1.5, **looks[name])
-                _mark_training(axes, {length}, label=factor == factors[0])
+                        axes.plot(group[0]["positions"], smooth, lw=1.5, **by_name[name])
+                mark_training(axes, {length}, label=factor == factors[0])
                 axes.axvspan(length, factor * length, color=FAINT, alpha=0.15, lw=0)
                 axes.set_title(f"{model}, to {factor}×" if factor > 1 else model, loc="left")
-                _positions(axes, round(ends[-1] + ends[0]))  # middles of bins
+                positions(axes, round(ends[-1] + ends[0]))  # middles of bins
             panels[0].set_ylabel("loss (nats)")
         for axes in grid[-1]:
             axes.set_xlabel("position (tokens)")
-        lines = [mpl.lines.Line2D([], [], lw=1.8, **look) for look in looks.values()]
+        lines = [mpl.lines.Line2D([], [], lw=1.8, **look) for look in by_name.values()]
         told = ["as trained" if name == "none" else name for name in names]
         columns = 1 if any(":" in name for name in names) else len(names)  # names of variants are long
         figure.legend(lines, told, loc="outside upper left", ncols=columns, fontsize=9)
@@ -268,33 +244,6 @@ def training(metrics: Sequence[dict[str, Any]], title: str) -> Figure:
     return figure
 
 
-def draw_theorem(proofs: Sequence[Any]) -> Figure:
-    """Positions as the first layer of a written-down model found them; then, for each rule, the last token's scores by
-    distance in the second layer, over what was wanted. (Paper B, Theorems 1 and 2)"""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.1 * (1 + len(proofs)), 3.0), layout="constrained")
-        first, *others = figure.subplots(1, 1 + len(proofs))
-        found = proofs[0]
-        place = np.arange(1, len(found.positions) + 1)
-        _over(first, place, found.positions, place)
-        first.set_title(f"position found\n(off by {found.position_error:.0e})", loc="left")
-        first.set_xlabel("position (tokens)")
-        for axes, proof in zip(others, proofs, strict=True):
-            _over(axes, np.arange(len(proof.scores)), proof.scores, proof.wanted)
-            axes.set_title(f"{proof.rule}\n(off by {proof.score_error:.0e})", loc="left")
-            axes.set_xlabel("distance (tokens)")
-        others[0].set_ylabel("score q·k")
-    return figure
-
-
-def _over(axes: Any, x: np.ndarray, found: np.ndarray, wanted: np.ndarray) -> None:
-    """What was wanted as a line, and what was found as some two dozen dots on it."""
-    some = np.unique(np.linspace(0, len(x) - 1, 24).round().astype(int))
-    axes.plot(x, wanted, color=FAINT, lw=1.6)
-    axes.plot(x[some], found[some], "o", ms=3.5, color=COLOURS[0])
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-
-
 def evaluation_figures(found: Any) -> dict[str, Figure]:
     """Every figure that an evaluation has the scores for, by file name."""
     named = {found.model: found.scores, **({found.base: found.base_scores} if found.base else {})}
@@ -328,15 +277,15 @@ def perplexity_by_length(models: dict[str, Sequence[Any]], train_length: int | N
                     if metric == "ppl":  # a band of one length has no width
                         axes.vlines(x, low, high, color=colour, lw=3, alpha=0.35)
                     longest = max(longest, *x)
-            _positions(axes, longest)
+            positions(axes, longest)
             if train_length and train_length < longest:
-                _mark_training(axes, {train_length})
+                mark_training(axes, {train_length})
         panels[0].set_xlim(0, longest * 1.04)
         low, high = panels[0].get_ylim()
         if not 0 < low < high < 5 * low:  # where few ticks of a logarithmic axis, or none, would be in sight
             panels[0].set_yscale("log")
             panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            panels[0].yaxis.set_minor_formatter(FuncFormatter(_few))
+            panels[0].yaxis.set_minor_formatter(FuncFormatter(few))
         panels[0].set_xlabel("length of the window (tokens)")
         panels[0].set_ylabel("perplexity")
         if curves:
@@ -354,7 +303,7 @@ def passkey_heatmap(models: dict[str, Sequence[Any]], train_length: int | None) 
         width, height = (7.5, 2.9) if columns == 1 else (4.2, 2.6)
         figure = Figure(figsize=(width * columns, 0.9 + height * rows), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False)
-        _leave_out(panels.ravel(), len(models), columns)
+        leave_out(panels.ravel(), len(models), columns)
         for axes, (model, scores) in zip(panels.flat, models.items(), strict=False):
             mine = [score for score in scores if score.metric == "passkey_at_depth"]
             lengths = sorted({score.length for score in mine})
@@ -395,152 +344,8 @@ def _tasks(scores: Sequence[Any], metric: str) -> list[str]:
     return list(dict.fromkeys(score.tags["task"] for score in scores if score.metric == metric))
 
 
-def _few(value: float, _: Any) -> str:
-    """Of the minor ticks of a logarithmic axis, those at 2 and 5 bear a number."""
-    return f"{value:g}" if str(f"{value:e}")[0] in "25" else ""
-
-
-@dataclass(frozen=True, eq=False)
-class Panel:
-    """A task of the laboratory: each encoding's exact match by length, a row a seed."""
-
-    title: str
-    trained: int  # the longest length of training
-    counts: str  # what a length counts
-    curves: dict[str, tuple[np.ndarray, np.ndarray]]  # encoding -> lengths, shares [seeds, lengths]
-
-
-def accuracy_by_length(panels: Sequence[Panel]) -> Figure:
-    """Exact match by length, one panel a task, one colour an encoding; a band spans the seeds. (Paper B, Figure 2)"""
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    looks = {name: ((*COLOURS, INK)[i % 7], ("-", "--", "-.")[i % 3]) for i, name in enumerate(names)}
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.1 * columns + 0.8, 2.3 * rows + 0.9), layout="constrained")
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-        for axes, panel in zip(grid.ravel(), panels, strict=False):
-            for name, (lengths, shares) in panel.curves.items():
-                colour, dashes = looks[name]
-                axes.fill_between(lengths, shares.min(0), shares.max(0), color=colour, alpha=0.15, lw=0)
-                axes.plot(lengths, shares.mean(0), color=colour, ls=dashes, lw=1.7, label=name)
-            axes.axvline(panel.trained + 0.5, color=INK, lw=0.8, ls=":", zorder=0)
-            axes.set_title(panel.title, loc="left")
-            axes.set_xlabel(panel.counts, fontsize=9)
-            axes.set_ylim(-0.03, 1.03)
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        for axes in grid.ravel()[len(panels) :]:
-            axes.set_axis_off()
-        figure.supylabel("exact match", fontsize=10)
-        handles = [mpl.lines.Line2D([], [], color=colour, ls=dashes, lw=1.7) for colour, dashes in looks.values()]
-        title = "dotted: the longest length of training"
-        figure.legend(handles, names, loc="outside upper left", ncols=len(names), fontsize=9, title=title)
-    return figure
-
-
-def attention_distance(found: Any) -> Figure:
-    """The distance between every two models, layer by layer: of their nearest heads, and of heads matched one to one.
-    (Paper B, Figure 4)"""
-    labels = [f"{found.models[one]} · {found.models[other]}" for one, other in found.pairs]
-    tables = {
-        "nearest pair of heads": np.array([distance.nearest for distance in found.pairs.values()]),
-        "heads matched one to one": np.array([distance.matched for distance in found.pairs.values()]),
-    }
-    layers = len(next(iter(tables.values()))[0])
-    width, height = max(3.4, 0.55 * layers + 0.8), 0.34 * len(labels) + 1.5
-    with mpl.rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(2 * width + 1.6, height), layout="constrained")
-        most = max(table.max() for table in tables.values())  # one scale: a colour is the same number in both
-        for axes, (title, table) in zip(figure.subplots(1, 2, sharey=True), tables.items(), strict=True):
-            axes.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto")
-            for (row, column), value in np.ndenumerate(table):
-                ink = "white" if value < 0.6 * most else INK
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
-            axes.set_title(title, loc="left")
-            axes.set_xticks(range(layers))
-            axes.set_yticks(range(len(labels)), labels, fontsize=9)
-            axes.tick_params(length=0)
-            axes.set_xlabel("layer")
-        figure.suptitle(f"attention distance in nats, {found.tokens:,} tokens", x=0.01, ha="left", fontsize=10)
-    return figure
-
-
-def what_heads_do(found: Any) -> Figure:
-    """Attention by distance of every head in the first four layers, a row a model; the more the loss rises without a
-    head, the darker its line."""
-    shown = min(4, *(len(worth) for worth in found.ablations)) if len(found.ablations) > 1 else len(found.ablations[0])
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(2.6 * shown + 1.0, 2.1 * len(found.models) + 0.8), layout="constrained")
-        grid = figure.subplots(len(found.models), shown, sharex=True, sharey=True, squeeze=False)
-        for row, (name, mass, worth) in enumerate(zip(found.models, found.mass, found.ablations, strict=True)):
-            heaviest = max(float(worth.max()), 1e-9)
-            for layer, axes in enumerate(grid[row]):
-                for head in np.argsort(worth[layer]):
-                    shade = mpl.colormaps["viridis_r"](0.1 + 0.9 * (max(0.0, worth[layer, head]) / heaviest) ** 0.5)
-                    axes.plot(*_in_doublings(mass[layer, head]), color=shade, lw=1.4)
-                axes.set_xscale("log", base=2)
-                axes.set_yscale("log")
-                axes.set_ylim(1e-4, 1.2)
-                axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-                axes.set_title(f"{name}, layer {layer}" if layer == 0 else f"layer {layer}", loc="left", fontsize=9)
-            grid[row][0].annotate(
-                f"darkest: +{heaviest:.2g} nats",
-                (0.04, 0.05),
-                xycoords="axes fraction",
-                fontsize=8,
-                color=INK,
-            )
-        figure.supxlabel("tokens back (1: the token itself)", fontsize=10)
-        figure.supylabel("attention a token", fontsize=10)
-    return figure
-
-
-def _in_doublings(mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean mass over stretches of distance that double: 1, 2, 3–4, 5–8, …"""
-    edges = np.unique([0, *(2**power for power in range(int(np.log2(len(mass))) + 1)), len(mass)])
-    means = [mass[start:stop].mean() for start, stop in pairwise(edges)]
-    return edges[1:], np.maximum(means, 1e-12)
-
-
 def _colours(found: Sequence[Any]) -> list[Any]:
     """A sweep of scales runs through a colour map; models get colours of their own."""
     if len(found) > 1 and all(diagnosis.uniform is not None for diagnosis in found):
         return [mpl.colormaps["viridis"](0.9 * i / (len(found) - 1)) for i in range(len(found))]
     return [COLOURS[i % len(COLOURS)] for i in range(len(found))]
-
-
-def _looks(colours: Sequence[str]) -> list[dict[str, Any]]:
-    """As many lines as can be told apart."""
-    return [{"color": colour, "ls": dashes} for dashes in ("-", "--", ":") for colour in colours]
-
-
-def _mark_training(axes: Any, lengths: set[int], label: bool = True) -> None:
-    for length in lengths:
-        axes.axvline(length, color=INK, lw=0.8, ls="--", zorder=0)
-        if label:
-            axes.annotate(
-                f"trained on {length:,}",
-                (length, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(4, -2),
-                textcoords="offset points",
-                va="top",
-                fontsize=8,
-                color=INK,
-            )
-
-
-def _leave_out(panels: np.ndarray, used: int, columns: int) -> None:
-    """Blank the last panels of a grid; those that then end their columns bear the numbers of the axis."""
-    for axes in panels[used:]:
-        axes.set_axis_off()
-    for axes in panels[max(0, used - columns) : used]:
-        axes.tick_params(labelbottom=True)
-
-
-def _positions(axes: Any, length: int) -> None:
-    """Positions from 0, with at most eight ticks at multiples of a power of two."""
-    step = 2 ** int(np.ceil(np.log2(length / 8)))
-    axes.set_xlim(0, length)
-    axes.xaxis.set_major_locator(MultipleLocator(step))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}"))

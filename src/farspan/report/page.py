@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from farspan.record import brief
-from farspan.report.figures import COLOURS, smoothed, without_variants
+from farspan.report.figures import smoothed, without_variants
+from farspan.report.style import COLOURS
 
 Record = Mapping[str, Any]
 Trace = dict[str, Any]

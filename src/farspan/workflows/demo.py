@@ -7,7 +7,7 @@ from typing import Any
 
 from farspan.methods.headscale import Search
 from farspan.progress import Progress
-from farspan.report import figures
+from farspan.report import figures, style
 from farspan.workflows.diagnosing import Diagnosis, diagnose
 from farspan.workflows.extending import Extended, extend
 from farspan.workflows.fitting import Extension
@@ -37,7 +37,7 @@ def by_heads(folder: Path, uniform: Extended, progress: Progress) -> Extended:
 def draw(folder: Path, found: dict[str, Extended]) -> Path:
     first = next(iter(found.values()))
     curves = {"as trained": first.curves["before"], **{name: each.curves["after"] for name, each in found.items()}}
-    figures.save(figures.loss_curves(curves, first.patch.train_length, f"{MODEL} to {TARGET} tokens"), folder / "demo")
+    style.save(figures.loss_curves(curves, first.patch.train_length, f"{MODEL} to {TARGET} tokens"), folder / "demo")
     return folder / "demo.png"
 
 

@@ -25,7 +25,7 @@ from farspan.memory import out_of_memory
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
-from farspan.report import figures
+from farspan.report import figures, style
 from farspan.workflows.inspection import train_length as trained_on
 
 MIN_BINS, BINS_INSIDE = 256, 64  # of positions: in all, and inside the training length
@@ -339,6 +339,6 @@ def _listed(values: np.ndarray) -> list:
 def _write(out: Path, found: list[Diagnosis], read: dict[str, Any], settings: dict[str, Any]) -> None:
     with new_folder(out) as new:
         for name, figure in figures.diagnosis_figures(found).items():
-            figures.save(figure, new / name)
+            style.save(figure, new / name)
         results = {"read": read, "models": [diagnosis.to_json() for diagnosis in found]}
         write_record(new / "record.json", "diagnose", settings, results)

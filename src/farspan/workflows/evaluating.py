@@ -37,7 +37,7 @@ from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
 from farspan.progress import Progress, silent
 from farspan.record import write_record
-from farspan.report import figures
+from farspan.report import figures, style
 from farspan.train.sharding import processes
 from farspan.workflows.inspection import longest
 from farspan.workflows.inspection import train_length as trained_on
@@ -365,5 +365,5 @@ def _write(found: Evaluated, samples: Mapping[str, list[list[Sample]]], settings
     for name, some in lines.items():
         write_text(found.folder / "samples" / f"{name}.jsonl", "\n".join(some) + "\n")
     for name, figure in figures.evaluation_figures(found).items():
-        figures.save(figure, found.folder / name)
+        style.save(figure, found.folder / name)
     write_record(found.folder / "record.json", "eval", {"suite": found.suite, **settings}, found.to_json())

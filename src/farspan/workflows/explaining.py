@@ -26,7 +26,7 @@ from farspan.loading import check_source, chosen_device, load, load_for_text
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
-from farspan.report import figures
+from farspan.report import laboratory, style
 from farspan.workflows.diagnosing import model_names
 
 
@@ -127,8 +127,8 @@ def _examples(task: str, lengths: str, count: int) -> list[Tensor]:
 def _write_comparison(found: Compared, out: Path, settings: dict[str, Any]) -> None:
     with new_folder(out) as staging:
         if found.pairs:
-            figures.save(figures.attention_distance(found), staging / "distance")
-        figures.save(figures.what_heads_do(found), staging / "heads")
+            style.save(laboratory.attention_distance(found), staging / "distance")
+        style.save(laboratory.what_heads_do(found), staging / "heads")
         pairs = [
             {
                 "models": [found.models[one], found.models[other]],
@@ -182,7 +182,7 @@ def theorems(
         readings[name] = read_positions(model, ids)
     if out is not None:
         with new_folder(out) as staging:
-            figures.save(figures.draw_theorem(proofs), staging / "theorems")
+            style.save(laboratory.draw_theorem(proofs), staging / "theorems")
             errors = {
                 proof.rule: {"position_error": proof.position_error, "score_error": proof.score_error}
                 for proof in proofs

@@ -33,7 +33,7 @@ from farspan.model.loss import last_logits
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
 from farspan.record import write_record
-from farspan.report import figures
+from farspan.report import figures, style
 from farspan.train.loop import alone
 from farspan.train.sharding import processes
 from farspan.workflows.fitting import (
@@ -308,7 +308,7 @@ def _record(
     splits: Mapping[str, Windows],
     device: str,
 ) -> None:
-    figures.save(figures.loss_curves(found.curves, job.train_length, str(job.name)), folder / "before_after")
+    style.save(figures.loss_curves(found.curves, job.train_length, str(job.name)), folder / "before_after")
     write_record(
         folder / "record.json",
         "extend",

@@ -62,7 +62,8 @@ from farspan.model import FarspanForCausalLM
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import environment, write_record
-from farspan.report import figures
+from farspan.report import laboratory as figures
+from farspan.report import style
 from farspan.report.study import markdown
 from farspan.train.pretrain import flops_per_token
 from farspan.workflows.pretraining import matrix_rate
@@ -325,7 +326,7 @@ def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finis
     learnt, placed = learnt_of(found), ranks(found)
     text = "\n\n".join(f"## {title}\n\n{markdown(*table)}" for title, table in tables.items())
     write_text(out / "tables.md", f"{learnt[0]} of {learnt[1]} models learnt their task.\n\n{text}\n")
-    figures.save(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
+    style.save(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
     write_record(
         out / "record.json",
         "lab run",

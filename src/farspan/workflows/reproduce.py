@@ -34,8 +34,9 @@ from farspan.methods.headscale import best_uniform
 from farspan.methods.uniform import full_grid
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
-from farspan.report.figures import Figure, best_scales, losses_of_methods, save
+from farspan.report.figures import Figure, best_scales, losses_of_methods
 from farspan.report.study import line_of, report
+from farspan.report.style import save
 from farspan.workflows.fitting import (
     BEYOND,
     fit_in_turn,
