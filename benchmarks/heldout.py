@@ -26,8 +26,8 @@ from farspan.diagnosis.knees import Rule, find_knee
 from farspan.evals.passkey import passkey_share
 from farspan.model.loss import token_losses
 from farspan.report.figures import loss_curves
-from farspan.report.style import save
 from farspan.report.study import quarter_before
+from farspan.report.style import save
 from farspan.workflows.inspection import train_length
 
 SETS = ("books_val", "pg19_test_a", "math_test", "code_test")
