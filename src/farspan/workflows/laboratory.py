@@ -70,6 +70,7 @@ from farspan.workflows.pretraining import matrix_rate
 
 SHELF = Path(__file__).parent.parent / "assets" / "recipes" / "lab"
 GIB = 2**30
+PARTING = 5.0  # seconds for a helper to see that all is done
 Say = Callable[[str], None]
 
 
@@ -144,6 +145,8 @@ def _helped(count: int, study: Study, out: Path, device: str) -> Iterator[None]:
             helper.start()
         torch.set_num_threads(1)
         yield
+        for helper in helpers:
+            helper.join(PARTING)  # a process that is ended from outside leaves semaphores behind, of which Python warns
     finally:
         torch.set_num_threads(threads)
         for helper in helpers:
