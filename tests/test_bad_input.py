@@ -15,6 +15,7 @@ from families import FAMILIES
 from farspan import cli
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
+from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
 from farspan.loading import TWINS
 
@@ -302,11 +303,11 @@ CASES = [
     (index_outside, 4, "points outside its folder"),
     (index_absolute, 4, "points outside its folder"),
     (shard_missing, 4, "but missing"),
-    (weights_missing, 4, "lacks .* weights that its config asks for"),
+    (weights_missing, 4, "lacks weights that its config asks for, .* first of 9"),
     (broken_json, 4, r"not valid JSON: .* at line \d+, column \d+"),
     (json_list, 4, "a JSON list where an object is needed"),
     (not_text, 4, "not UTF-8 text"),
-    (unknown_position, 2, "position 'rotary' is unknown"),
+    (unknown_position, 2, "in the config of .*, position 'rotary' is unknown"),
     (two_windows, 2, r"window sizes \[8, 16\]"),
     (unknown_family, 2, "cannot be loaded by transformers.*no-such-model"),
     (remote_code, 2, "asks to run Python code.*--trust-remote-code"),
@@ -325,8 +326,8 @@ CASES = [
     (target_in_fractions, 4, "/patch is not a whole patch .*target is 640.7"),
     (rope_by_nothing, 4, "/patch is not a whole patch .*factor is 0"),
     (patch_without_scales, 4, r"/patch is not a whole patch \(scales.safetensors is missing\)"),
-    (other_shapes, 4, r"mlp.down_proj.weight as \[32, 48\] and its config asks for \[32, 64\]"),
-    (layers_left_out, 4, "18 weights of layers that its config leaves out, 'model.layers.2.input_layernorm.weight'"),
+    (other_shapes, 4, r"mlp.down_proj.weight as \[32, 48\] instead of \[32, 64\]"),
+    (layers_left_out, 4, "of layers that its config leaves out, 'model.layers.2.input_layernorm.weight' first of 18"),
     (scales_truncated, 4, "not a whole safetensors file"),
     (folder_for_a_file, 4, "cannot be read"),
     (truncated_beside_an_index, 4, "not a whole safetensors file"),
@@ -386,6 +387,32 @@ def test_a_hub_that_cannot_be_reached_is_said_so_quickly(capsys, monkeypatch):
     status, said = refusal(capsys, monkeypatch, "inspect", "no-such-owner/no-such-model")
     assert status == 2
     assert "is no folder here, and the hub does not give it (ConnectionError)" in said
+
+
+@pytest.mark.parametrize("name", ["./nope", ".hidden/x", "x--y/z", "modèle/x", "../a", "a/b/c"])
+@pytest.mark.parametrize("command", [["inspect", "NAME"], ["diagnose", "nope-twin", "--data", "NAME"]])
+def test_what_cannot_be_on_the_hub_is_not_asked_for_there(name: str, command: list[str], capsys, monkeypatch):
+    status, said = refusal(capsys, monkeypatch, *(name if word == "NAME" else word for word in command))
+    assert status == 2
+    assert said.startswith(f"error '{name}' is n")
+    assert "check the path" in said
+
+
+def test_text_that_the_hub_cannot_give_is_said_so_quickly(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    with pytest.raises(FarspanError, match=r"no data set could be loaded from the hub \(ConnectionError\)"):
+        read_documents("no-such-owner/no-such-data")
+
+
+def test_a_folder_around_a_checkpoint_names_it(damaged: Path, capsys, monkeypatch):
+    (damaged / "around").mkdir()
+    (damaged / "whole").rename(damaged / "around" / "model")
+    status, said = refusal(capsys, monkeypatch, "inspect", str(damaged / "around"))
+    assert status == 2
+    assert said == f"error {damaged / 'around'} holds no config.json; give {damaged / 'around' / 'model'}\n"
 
 
 def test_code_of_a_checkpoint_runs_only_when_asked_for_by_name(damaged: Path, monkeypatch):
@@ -507,7 +534,9 @@ def test_layers_that_a_config_leaves_out_are_missed_in_every_naming(base_alone: 
     (model.transformer if base_alone else model).save_pretrained(tmp_path)
     farspan.load(tmp_path)
     edit(tmp_path / "config.json", n_layer=3)
-    with pytest.raises(CorruptError, match=r"11 weights of layers that its config leaves out, '(transformer\.)?h\.3\."):
+    with pytest.raises(
+        CorruptError, match=r"of layers that its config leaves out, '(transformer\.)?h\.3\..* first of 11"
+    ):
         farspan.load(tmp_path)
 
 

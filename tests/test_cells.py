@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.cells import Cells, check_folder, finish, key_of, stoppable, sweep
+from farspan.cells import Cells, check_folder, finish, key_of, sweep
 from farspan.errors import FarspanError, PreemptedError
+from farspan.signals import stoppable
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -230,18 +231,25 @@ def test_a_thousand_cells_raced_by_four_processes_that_are_killed_at_random(tmp_
     assert sum(times.values()) - NUMBERS <= kills, "a cell was computed twice without a kill"
 
 
-def test_a_command_that_is_asked_to_stop_says_how_to_go_on(tmp_path):
-    """`lab run` on a CPU: exit code 75, nothing claimed any more, and the same command finishes."""
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_command_that_is_asked_to_stop_says_how_to_go_on(tmp_path, number, name):
+    """`lab run` on a CPU: exit code 75, and nothing is claimed any more."""
     command = [sys.executable, "-m", "farspan", "lab", "run", "lab-tiny", "processes=1", "-o", str(tmp_path / "lab")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     claims = tmp_path / "lab" / "claims"
     while process.poll() is None and not (claims.is_dir() and any(claims.iterdir())):
         time.sleep(0.1)
     time.sleep(1)  # the first model is being trained
-    process.terminate()
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "stopped by SIGTERM; what is finished is in" in said
+    assert f"stopped by {name}; what is finished is in" in said
     assert "Traceback" not in said
     assert not any(claims.iterdir())
 
@@ -253,7 +261,7 @@ def test_a_request_to_stop_that_is_lost_is_repeated_in_silence(tmp_path):
             signal.raise_signal(signal.SIGTERM)  # Python drops what is raised here, and prints it
 
     hook = sys.unraisablehook
-    with pytest.raises(PreemptedError, match="stopped by SIGTERM"), stoppable(tmp_path):
+    with pytest.raises(PreemptedError, match="stopped by SIGTERM"), stoppable("all is kept"):
         leaving = Leaving()
         del leaving
         for _ in range(100):

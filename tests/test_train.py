@@ -26,6 +26,7 @@ from torch.optim import Muon
 import farspan
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError, PreemptedError
+from farspan.signals import held
 from farspan.train import checkpoint, loop, pretrain
 from farspan.train.corpus import Data, Texts
 from farspan.train.loop import train
@@ -232,14 +233,14 @@ def test_asked_to_stop_it_saves_and_exits_75_and_the_same_command_goes_on(recipe
 
 def test_asked_twice_it_stops_at_once_and_what_is_ignored_stays_ignored(monkeypatch):
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), loop._asked_to_stop() as asked:
+    with pytest.raises(KeyboardInterrupt), held() as asked:
         signal.raise_signal(signal.SIGINT)
         assert asked()
         signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
     handlers = []
     monkeypatch.setattr(signal, "signal", lambda *given: handlers.append(given))
-    with loop._asked_to_stop() as asked:
+    with held() as asked:
         assert not asked()
     assert not handlers
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -22,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from farspan.errors import CorruptError, FarspanError, PreemptedError
+from farspan.errors import CorruptError, FarspanError
 from farspan.files import read_json, write_json
 
 BEAT = 10.0  # seconds between two signs of life
@@ -62,37 +60,6 @@ def _owner(folder: Path) -> str | None:
         with suppress(FarspanError):  # a broken one will be written anew
             return read_json(folder / "record.json").get("command")
     return "reproduce" if (folder / "results.json").is_file() else None
-
-
-class _Asked(BaseException):
-    """Asked to stop. No Exception, for those are caught by libraries that go on without what they tried."""
-
-
-@contextmanager
-def stoppable(folder: Path) -> Iterator[None]:
-    """Asked to stop by SIGTERM, a command on a results folder releases its claims, ends, and says how to go on."""
-
-    def stop(number: int, frame: Any) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)  # asked again: what is raised where C calls Python can get lost
-        raise _Asked
-
-    def ignored(lost: Any) -> None:  # as in a __del__: nobody needs to know, for it is asked again
-        if lost.exc_type is not _Asked:
-            told(lost)
-
-    told, sys.unraisablehook = sys.unraisablehook, ignored
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGALRM)}
-    try:
-        yield
-    except _Asked:
-        raise PreemptedError(
-            f"stopped by SIGTERM; what is finished is in {folder}, so give the same command again to go on"
-        ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sys.unraisablehook = told
 
 
 class Cells:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from farspan import __version__
 from farspan.errors import FarspanError
+from farspan.signals import stoppable
 from farspan.terminal import (
     out_console,
     plain,
@@ -145,18 +146,16 @@ def extend(
     as_json: AsJson = False,
 ):
     """Make the context longer: fit a method, prove on a fresh model that it took effect, show the gain."""
-    from farspan.lengths import parse_lengths
+    from farspan.lengths import parse_length
     from farspan.progress import bars
     from farspan.workflows.extending import extend as fit
     from farspan.workflows.fitting import read_extension
 
-    how, lengths = read_extension(recipe, changes or []), parse_lengths(to)
-    if len(lengths) != 1:
-        raise FarspanError(f"--to {to} names {len(lengths)} lengths; give one, as --to 2048")
-    with bars() as progress:
+    how, target = read_extension(recipe, changes or []), parse_length(to)
+    with stoppable(f"nothing is in {out} yet"), bars() as progress:
         found = fit(
             model,
-            lengths[0],
+            target,
             out,
             method,
             data=parse_data(data or []),
@@ -205,7 +204,7 @@ def pretrain(
     if dry_run:
         show_estimate(recipe, pretraining.estimate(pretraining.read_recipe(recipe, changes or [])), as_json)
         return
-    with bars() as progress:
+    with stoppable("what is prepared and trained is kept"), bars() as progress:
         steps = pretraining.read_recipe(recipe, changes or []).train.steps
         advance = None
         seen = 0
@@ -239,7 +238,6 @@ def reproduce(
     so_far: Annotated[bool, typer.Option("--so-far", help="Show what is finished, and measure nothing.")] = False,
 ):
     """Run a whole study: train or find its models, fit every method, measure all alike. Stopped, it goes on."""
-    from farspan.cells import stoppable
     from farspan.progress import bars
     from farspan.workflows import reproduce as studies
 
@@ -247,7 +245,7 @@ def reproduce(
     if so_far:
         studies.so_far(study, changes or [], folder)
     else:
-        with stoppable(folder), bars() as progress:
+        with stoppable(f"what is finished is in {folder}"), bars() as progress:
             studies.reproduce(
                 study,
                 changes or [],
@@ -288,14 +286,13 @@ def evaluate(
     as_json: AsJson = False,
 ):
     """How good is it, at which length? Exact numbers that say what they counted. Stopped, it goes on."""
-    from farspan.cells import stoppable
     from farspan.errors import ProofError
     from farspan.lengths import parse_lengths
     from farspan.progress import bars
     from farspan.workflows.evaluating import evaluate as measure
 
     asked = parse_lengths(lengths) if lengths else []
-    with stoppable(out), bars() as progress:
+    with stoppable(f"what is finished is in {out}"), bars() as progress:
         found = measure(
             model,
             suite,
@@ -407,7 +404,6 @@ def lab_run(
     as_json: AsJson = False,
 ):
     """Train a study's models, ask them inside and beyond the lengths they know, rank encodings. Stopped, it goes on."""
-    from farspan.cells import stoppable
     from farspan.progress import bars
     from farspan.workflows import laboratory
 
@@ -418,7 +414,7 @@ def lab_run(
     if so_far:
         found = laboratory.so_far(recipe, changes or [], folder)
     else:
-        with stoppable(folder), bars() as progress:
+        with stoppable(f"what is finished is in {folder}"), bars() as progress:
             found = laboratory.run(
                 recipe,
                 changes or [],

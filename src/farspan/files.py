@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CorruptError(f"{path} is not UTF-8 text (byte {error.start}); fetch or export the file again") from None
     except json.JSONDecodeError as error:
         raise CorruptError(
-            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; "
+            f"{path} is not valid JSON: {error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}; "
             "fetch or export the file again"
         ) from None
     if not isinstance(value, dict):

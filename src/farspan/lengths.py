@@ -9,9 +9,9 @@ def parse_lengths(text: str) -> list[int]:
     """`512,1024` -> [512, 1024]; `512:4096` -> doublings and the end [512, 1024, 2048, 4096]; `16k` is 16,384."""
     lengths: list[int] = []
     for part in text.split(","):
-        low, _, high = part.partition(":")
+        low, colon, high = part.partition(":")
         first = _length(low, text)
-        last = _length(high, text) if high else first
+        last = _length(high, text) if colon else first
         if last < first:
             raise FarspanError(f"lengths {text!r} run backwards; write them as {high}:{low}")
         while first < last:
@@ -21,12 +21,18 @@ def parse_lengths(text: str) -> list[int]:
     return sorted(set(lengths))
 
 
-def _length(text: str, whole: str) -> int:
+def parse_length(text: str) -> int:
+    """`2048` -> 2,048; `16k` -> 16,384."""
+    return _length(text, text, "2048 or 16k")
+
+
+def _length(text: str, whole: str, form: str = "512,1024 or 512:4096 or 16k") -> int:
     number = text.strip().lower()
     factor = 1024 if number.endswith("k") else 1
     digits = number.removesuffix("k")
     if not digits.isdecimal() or len(digits) > 12 or int(digits) == 0:
-        raise FarspanError(f"{text!r} in {whole!r} is no length; write lengths as 512,1024 or 512:4096 or 16k")
+        where = f"{text!r} in {whole!r}" if text != whole else repr(text)
+        raise FarspanError(f"{where} is no length; write it as {form}")
     return int(digits) * factor
 
 

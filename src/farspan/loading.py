@@ -26,12 +26,12 @@ from farspan.attention.patch import OtherModelError, Patch, UnfitError, not_whol
 from farspan.data.tokens import check_tokenizer, tokenizer_files
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
+from farspan.hub import is_hub_id, refusal
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
 BASE = "base"  # where a patch folder that carries its model keeps it
 MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 EXACT_BELOW = 300_000_000  # parameters
 
 
@@ -105,17 +105,17 @@ def _check_report(source: str | Path, model: PreTrainedModel, report: dict[str, 
     again = "fetch or export the checkpoint again"
     if missing := sorted(report["missing_keys"]):
         raise CorruptError(
-            f"{source} lacks {len(missing)} weights that its config asks for, {missing[0]!r} first; {again}"
+            f"{source} lacks weights that its config asks for, {missing[0]!r} first of {len(missing)}; {again}"
         )
     if other := sorted(report["mismatched_keys"]):
         name, stored, asked = other[0]
         raise CorruptError(
-            f"{source} holds {name} as {list(stored)} and its config asks for {list(asked)}, and so with {len(other)} "
-            f"weights in all; {again}"
+            f"{source} holds weights of other shapes than its config asks for, {name} as {list(stored)} instead of "
+            f"{list(asked)} first of {len(other)}; {again}"
         )
     if left := _left_out_layers(model, report["unexpected_keys"]):
         raise CorruptError(
-            f"{source} holds {len(left)} weights of layers that its config leaves out, {left[0]!r} first; {again}"
+            f"{source} holds weights of layers that its config leaves out, {left[0]!r} first of {len(left)}; {again}"
         )
 
 
@@ -183,7 +183,7 @@ def load_config(
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise FarspanError(f"{folder} holds no config.json; give the folder that save_pretrained wrote")
+            raise FarspanError(f"{folder} holds no config.json; give {_meant(folder)}")
         text = read_json(folder / "config.json")
         if text.get("auto_map") and not trust_remote_code:
             raise FarspanError(
@@ -192,15 +192,25 @@ def load_config(
             )
     elif folder.exists():
         raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
-    elif not HUB_ID.fullmatch(str(source)):
+    elif not is_hub_id(str(source)):
         near = difflib.get_close_matches(str(source), [twin.name for twin in TWINS.iterdir()], 1)
         hint = f"the nearest twin is {near[0]}" if near else "check the path"
         raise _AbsentError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}")
     else:
         _check_hub(str(source))
-    with quiet(), _readable(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    try:
+        with quiet(), _readable(source):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except FarspanError as error:
+        named = str(source) in str(error)  # our own config tells which value is wrong, and not whose
+        raise error if named else type(error)(f"in the config of {source}, {error}") from None
     return config if position is None else with_position(config, position)
+
+
+def _meant(folder: Path) -> str:
+    """What someone may have meant by a folder that is no checkpoint: one that a run or an export wrote holds it."""
+    inside = [path.parent for path in sorted(folder.glob("*/config.json"))] + sorted(folder.glob("*.gguf"))
+    return str(inside[0]) if len(inside) == 1 else "the folder that save_pretrained wrote"
 
 
 def _twin(source: str | Path) -> str | Path:
@@ -238,16 +248,11 @@ def _bearable(dtype: torch.dtype | None, device: str | torch.device | None) -> t
 
 
 def _check_hub(name: str) -> None:
-    """Ask for the model once, with patience of seconds: transformers alone would try for half a minute."""
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-        return
-    try:
-        huggingface_hub.HfApi().model_info(name, timeout=5)
-    except Exception as error:  # whatever the network or the hub has to say
+    fetched = isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
+    if not fetched and (why := refusal(name, "model")) is not None:
         raise _AbsentError(
-            f"{name} is no folder here, and the hub does not give it ({type(error).__name__}); check the path, the "
-            "name, or the network"
-        ) from None
+            f"{name} is no folder here, and the hub does not give it ({why}); check the path, the name, or the network"
+        )
 
 
 def needed_attention(config: PreTrainedConfig) -> str | None:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import check_unpacked
+from farspan.hub import is_hub_id, refusal
 
 PYTHON_DOCS = "python-docs"
 PARTS = {"": (0.0, 1.0), "search": (0.0, 0.8), "score": (0.8, 1.0)}
@@ -139,16 +140,18 @@ def _table(path: Path) -> Iterator[Document]:
 
 
 def _hub(name: str) -> Iterator[Document]:
-    if "/" not in name or name.count("/") > 1 or name.startswith((".", "/")):
+    if not is_hub_id(name):
         raise FarspanError(f"{name!r} is no file, folder or data set; check the path, or use {PYTHON_DOCS}")
-    datasets = _extra("datasets", name)
+    datasets, why = _extra("datasets", name), refusal(name, "dataset")
     try:
-        rows = datasets.load_dataset(name, split="test", streaming=True)
-    except Exception as error:  # whatever the network or the hub has to say
+        rows = () if why else datasets.load_dataset(name, split="test", streaming=True)
+    except Exception as error:  # whatever the data set has to say
+        why = type(error).__name__
+    if why:
         raise FarspanError(
-            f"{name} is no file here, and no data set could be loaded from the hub ({type(error).__name__}); "
-            "check the path, the name, or the network"
-        ) from None
+            f"{name} is no file here, and no data set could be loaded from the hub ({why}); check the path, the name, "
+            "or the network"
+        )
     return (Document(f"{name}:{number}", row["text"]) for number, row in enumerate(rows))
 
 

@@ -26,6 +26,7 @@ from farspan.evals.jsonlines import read_rows
 from farspan.evals.perplexity import rows_at_once
 from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
+from farspan.hub import refusal
 from farspan.memory import out_of_memory
 
 NAME = "commonsense"
@@ -181,7 +182,7 @@ class Commonsense:
 
         definition = Path(lm_eval.__file__).parent / "tasks" / TASKS[name].definition
         if not self.data:
-            _check_hub(_data_set(definition))
+            _check_fetched(_data_set(definition))
         config: dict[str, Any] = {"include": str(definition), "task": name}
         if self.data:
             split = TASKS[name].split
@@ -214,21 +215,16 @@ def _data_set(definition: Path) -> str:
     return named["dataset_path"] if "dataset_path" in named else _data_set(definition.parent / named["include"])
 
 
-def _check_hub(name: str) -> None:
-    """Ask for a data set once, with patience of seconds, if it was never fetched: the harness would try for half a
-    minute."""
+def _check_fetched(name: str) -> None:
+    """Refuse a data set that was never fetched and cannot be."""
     import datasets
-    import huggingface_hub
 
-    if (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).exists():
-        return
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=5)
-    except Exception as error:  # whatever the network or the hub has to say
+    fetched = (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).exists()
+    if not fetched and (why := refusal(name, "dataset")) is not None:
         raise FarspanError(
-            f"the hub does not give the data set {name} ({type(error).__name__}); give the items as files with "
+            f"the hub does not give the data set {name} ({why}); give the items as files with "
             "--data commonsense=FOLDER, or check the network"
-        ) from None
+        )
 
 
 def _declared(samples: list[Sample]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from farspan.errors import FarspanError, PreemptedError
 from farspan.files import write_text
+from farspan.signals import held
 from farspan.train import checkpoint
 from farspan.train.optim import Optimization, rate, set_rate
 from farspan.train.sharding import processes, whole
@@ -117,7 +117,7 @@ def _train(work: Work, plan: Plan, run: Path, listen: Listener) -> list[dict[str
         state.wait_for_everyone()
         clock.leave_out(time.perf_counter() - begun)
 
-    with _asked_to_stop() as asked:
+    with held() as asked:
         batches = work.batches(step) if step < plan.steps else []
         while step < plan.steps:
             multiplier = rate(step, plan.steps, plan.optimization)
@@ -205,32 +205,6 @@ def _culprit(work: Work, batches: Sequence[Tensor]) -> str:
 
 def _seed_of(seed: int, step: int, process: int) -> int:
     return (seed << 40) + (process << 32) + step
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Hold SIGTERM and a first Ctrl-C back until a step is done; a second one ends it at once. What the caller ignores
-    stays ignored, and outside the main thread signals are the caller's affair."""
-    caught: list[int] = []
-    found: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
-
-    def hold(number: int, frame: Any) -> None:
-        caught.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, before[number])
-
-    try:
-        for number in before:
-            signal.signal(number, hold)
-    except ValueError:
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(caught)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _entry(moment: Moment) -> dict[str, Any]:

@@ -174,8 +174,8 @@ def suited(names: list[str], layers: Sequence[Layer], config: PreTrainedConfig, 
     for name in names:
         if name in ROPED and not rotary:
             raise FarspanError(
-                f"{name} changes rotation, and {source} has none in any layer (it has {', '.join(sorted(kinds))}); use "
-                "uniform, headscale or headlog"
+                f"{name} changes rotation, and no layer of {source} rotates (positions: {', '.join(sorted(kinds))}); "
+                "use uniform, headscale or headlog"
             )
     if rotary and "none" not in kinds and set(names) & set(SCALED) and not set(names) & set(ROPED):
         return ("all layers of this model rotate, and scales alone do little there; try yarn or yarn+headscale",)
