@@ -17,7 +17,7 @@ from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
-from farspan.loading import TWINS
+from farspan.twins import TWINS
 
 
 @pytest.fixture(scope="module")
@@ -543,7 +543,7 @@ def test_layers_that_a_config_leaves_out_are_missed_in_every_naming(base_alone: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("pretrain twin-nope model.kv_heads=-1 --dry-run", "num_key_value_heads is -1; give a whole number of 1"),
+        ("pretrain twin-nope model.kv_heads=-1 --dry-run", "model.kv_heads is -1 and no divisor of model.heads"),
         ("lab run lab-tiny sizes.tiny.heads=0 --dry-run", "sizes.tiny.heads is 0; give 1 or more"),
         ("lab run lab-tiny sizes.tiny.heads=0", "sizes.tiny.heads is 0; give 1 or more"),
         ("lab run lab-tiny sizes.tiny.width=-4", "sizes.tiny.width is -4; give 1 or more"),

@@ -22,8 +22,8 @@ from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals import commonsense
 from farspan.evals.commonsense import TASKS, Commonsense, official_rows
-from farspan.loading import TWINS
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.twins import TWINS
 
 BENCH = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data")) / "bench.tar.xz"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

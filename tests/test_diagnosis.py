@@ -537,6 +537,7 @@ def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):
         (["--lengths", "16,64"], "was trained on 64 tokens and the largest length asked for is 64"),
         (["--lengths", "1,128"], "leaves nothing to predict"),
         (["--lengths", "9" * 5000], "is no length"),
+        (["--lengths", "512:"], "'' in '512:' is no length"),
         (["--lengths", "128", "--scales", "0.1:inf:0.1"], "no range of scales"),
         (["--lengths", "128", "--scales", "nan"], "no range of scales"),
         (["--lengths", "128", "--data", ""], "no text was named"),

@@ -16,10 +16,10 @@ from scipy.spatial.distance import jensenshannon
 from families import FAMILIES
 from farspan.errors import FarspanError
 from farspan.lab.distance import Distance, ablation, attention, distances, jsd, legacy, mass_by_distance, weights
-from farspan.loading import TWINS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
 from farspan.terminal import show_comparison
+from farspan.twins import TWINS
 from farspan.workflows import explaining
 from farspan.workflows.explaining import compare, theorems
 
@@ -177,6 +177,22 @@ def test_models_in_folders_of_one_name_are_all_told(tmp_path, capsys):
     assert said["distances"][0]["models"] == ["a/model", "b/model"]
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [each["model"] for each in record["heads"]] == ["a/model", "b/model"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"lengths": "2:20"}, "--lengths 2:20 is of examples of a task; give --task too, or --length for text"),
+        ({"task": "copy", "length": 99}, "--length 99 is of text, and --task copy reads none"),
+        ({"task": "copy", "data": "nofile"}, "--data nofile is of text, and --task copy reads none"),
+        ({"task": "cpy"}, "'cpy'.*the nearest is copy"),
+    ],
+)
+def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(monkeypatch, given, sentence):
+    for loads in ("load", "load_for_text"):
+        monkeypatch.setattr(explaining, loads, lambda *asked, **options: pytest.fail("a model is loaded"))
+    with pytest.raises(FarspanError, match=sentence):
+        compare(["nope-twin", "rope-twin"], **given)
 
 
 def test_models_whose_positions_are_read_are_all_looked_at_first(monkeypatch):

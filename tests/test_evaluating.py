@@ -134,6 +134,12 @@ def test_what_was_measured_is_not_measured_again(tiny, whole, counted):
     assert numbers(more) != numbers(whole)
 
 
+def test_a_folder_is_one_suites(tiny, whole, counted):
+    with pytest.raises(FarspanError, match="holds the results of suite quick; choose another name for those of"):
+        evaluate(tiny / "none", "passkey", whole.folder, lengths=(256,))
+    assert not counted
+
+
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tiny, whole, tmp_path, monkeypatch):
     times = 0
     for kind in (Perplexity, Passkey):

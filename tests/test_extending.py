@@ -482,7 +482,7 @@ def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
     [
         ({"to": 64}, "was trained on 64 tokens already; ask for more"),
         ({"method": "headscal"}, "method 'headscal' is unknown; the nearest is headscale"),
-        ({"method": "yarn"}, "yarn changes rotation, and .* has none in any layer .*; use uniform, headscale"),
+        ({"method": "yarn"}, "yarn changes rotation, and no layer of .* rotates .*; use uniform, headscale"),
         ({"method": "headscale+uniform"}, "scales attention twice or too early"),
         ({"method": "uniform+yarn"}, "scales attention twice or too early"),
         ({"method": "auto+headscale"}, "auto chooses by itself"),

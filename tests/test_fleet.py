@@ -255,7 +255,7 @@ def test_a_layer_compiles_whole_and_all_layers_share_it():
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (dict(steps=0), "0 steps of 64 examples"),
+        (dict(steps=0), "train.steps is 0; give 1 or more"),
         (dict(steps=9, batch=10, buckets=4), "a batch of 10 examples .* multiple of 4"),
         (dict(steps=9, optimizer="sgd"), "'sgd' is unknown; choose muon or adamw"),
     ],

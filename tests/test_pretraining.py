@@ -19,13 +19,13 @@ from farspan.data.documents import read_documents
 from farspan.data.passkey import Passkeys, held_out_key
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
-from farspan.loading import TWINS
 from farspan.model import FarspanForCausalLM
 from farspan.model.loss import token_losses
 from farspan.recipe import from_toml, to_toml
 from farspan.train import corpus
 from farspan.train.checkpoint import check_manifest
 from farspan.train.pretrain import Pretraining, flops_per_token, matrix_weights
+from farspan.twins import TWINS
 from farspan.workflows.pretraining import SHELF, estimate, pretrain, read_recipe
 
 RECIPES = sorted(path.stem for path in SHELF.glob("*.toml"))
@@ -202,6 +202,47 @@ def test_a_source_of_weight_zero_is_left_out(tiny):
     changes = ["data.sources.absent.files=nowhere.txt", "data.sources.absent.weight=0"]
     recipe = read_recipe(str(tiny), changes)
     assert list(corpus.prepare(recipe.data, 200, 0).read) == ["docs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["data.sources.docs.weight=-1"], "data.sources.docs.weight is -1; give a number of 0 or more"),
+        (["data.sources.docs.weight=0"], "the weight of every source in data.sources is 0"),
+        (["model.heads=7"], "model.heads is 7 and no divisor of model.width, 32; choose one"),
+        (["model.heads=4", "model.kv_heads=3"], "model.kv_heads is 3 and no divisor of model.heads, 4; choose one"),
+    ],
+)
+def test_what_cannot_be_trained_is_known_from_the_recipe(tiny, changes, sentence):
+    with pytest.raises(FarspanError, match=sentence):
+        read_recipe(str(tiny), changes)
+
+
+def test_a_recipe_begins_where_another_model_ends(tiny, tmp_path):
+    """A twin by its name, here without its rotation; and a folder that is not there."""
+    shape = [
+        f"model.{key}={getattr(read_recipe('twin-nope').model, key)}" for key in ("layers", "width", "heads", "ff")
+    ]
+    few = ["steps=1", "batch=2", "micro_batch=2", "length=256", "lr=1e-9", "optimizer=adamw", "train.dtype=float32"]
+    found = pretrain(str(tiny), [*shape, *few, "from=rope-twin"], tmp_path / "run")
+    trained, twin = (farspan.load(name).model.state_dict() for name in (found.folder, "rope-twin"))
+    assert trained.keys() == twin.keys()
+    assert all(torch.allclose(trained[name], twin[name].float(), atol=1e-6) for name in twin)
+    with pytest.raises(FarspanError, match="from is runs/absent, and there is no such folder; train that model first"):
+        pretrain(str(tiny), ["from=runs/absent"], tmp_path / "other")
+
+
+def test_a_recipe_does_not_bear_the_name_of_its_base(tiny):
+    child = tiny.with_name("mine.toml")
+    child.write_text('base = "tiny.toml"\n[train]\nsteps = 7\n')
+    mine = read_recipe(str(child))
+    assert (mine.title, mine.train.steps, mine.model.width) == ("", 7, 32)
+
+
+def test_metrics_tell_the_learning_rate(tiny, tmp_path):
+    pretrain(str(tiny), ["lr=0.004", "warmup=2"], tmp_path / "run")
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(entry["lr"] for entry in entries) == pytest.approx(0.004)
 
 
 def test_runs_that_begin_together_share_a_cache(tiny, monkeypatch):

@@ -307,8 +307,8 @@ def test_an_unknown_key_is_told_with_the_nearest(text, key, nearest):
         ("steps=-1", "train.steps is -1; write a number of steps from 0 on"),
         ("seed=1", "the key seed could be train.seed or data.seed; write it in full"),
         ("weight=1", "the key weight could be data.sources.*.weight; write it in full"),
-        ("steps", "the override 'steps' is no key and value; write it as key=value, like train.steps=100"),
-        ("=1", "the override '=1' is no key and value; write it as key=value, like train.steps=100"),
+        ("steps", "the override 'steps' is no key and value; write it as key=value"),
+        ("=1", "the override '=1' is no key and value; write it as key=value"),
     ],
 )
 def test_an_override_that_does_not_fit(override, message, shelf):

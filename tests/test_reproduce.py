@@ -283,11 +283,11 @@ def test_texts_that_are_missing_are_told_before_anything_is_made(tiny):
     [
         (
             ['methods.nope-twin=["none", "yarn"]'],
-            r"yarn changes rotation, and nope-twin \(methods\.nope-twin\) has none in any layer",
+            r"yarn changes rotation, and no layer of nope-twin \(methods\.nope-twin\) rotates",
         ),
         (
             ['methods.small-nope=["yarn+headscale"]'],
-            r"yarn changes rotation, and small-nope \(methods\.small-nope\) has none",
+            r"yarn changes rotation, and no layer of small-nope \(methods\.small-nope\) rotates",
         ),
         (['methods.foo=["none"]'], "methods.foo names a model that cannot be had: there is no recipe 'foo'; "),
         (['methods.foo-twin=["none"]'], "methods.foo-twin names a model that cannot be had: 'foo-twin' is neither"),

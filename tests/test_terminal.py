@@ -66,6 +66,25 @@ def test_an_absurd_interval_leaves_room_for_names(monkeypatch, capsys):
     assert "1.00–3.4e+32" in said
 
 
+@pytest.mark.parametrize("width", [100, 80, 60])
+def test_a_narrow_terminal_loses_columns_and_no_names(monkeypatch, capsys, width):
+    monkeypatch.setattr(terminal, "out_console", Console(width=width, highlight=False))
+    mine, base = (
+        tuple(
+            Score("perplexity", "ppl", at, value, 20.0, 24.5, 512, {"task": "proofpile-validation"})
+            for at in (512, 1024)
+        )
+        for value in (22.1, 30.1)
+    )
+    show_evaluation(Evaluated("a", "perplexity", mine, Path("out"), base="b", base_scores=base))
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "proofpile-validation" in said
+    assert said.count("22.10") == said.count("30.10") == said.count("0.734") == 2
+    assert ("skipped" in said) == (width == 100)
+    assert "95% interval" in said
+
+
 def test_a_diagnosis_of_many_lengths_leaves_room_for_names(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "out_console", Console(width=80, highlight=False))
     diagnosis = SimpleNamespace(

@@ -19,10 +19,11 @@ from farspan.lab.theorems import (
     prove,
     read_positions,
 )
-from farspan.loading import TWINS, load
+from farspan.loading import load
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.laboratory import draw_theorem
 from farspan.terminal import show_theorems
+from farspan.twins import TWINS
 from farspan.workflows.explaining import theorems
 
 N = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from farspan import __version__
 from farspan.errors import FarspanError
 from farspan.signals import stoppable
 from farspan.terminal import (
+    NOTES,
+    note,
     out_console,
     plain,
     short,
@@ -57,6 +60,7 @@ def main() -> None:
     """Run a command; a mistake of the user's is one sentence and an exit code, never a traceback."""
     # What torch says of every norm whose weights stay float32 under autocast, and nobody at a terminal can use.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    logging.getLogger("farspan").addHandler(NOTES)
     try:
         app()
     except FarspanError as error:
@@ -312,7 +316,7 @@ def evaluate(
             device=device,
             trust_remote_code=trust_remote_code,
             progress=progress,
-            say=lambda text: Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {plain(text)}"),
+            say=note,
         )
     if as_json:
         if speaks:
@@ -453,10 +457,10 @@ def lab_dump(
 @lab.command("distance")
 def lab_distance(
     models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="Models of one tokenizer and depth.")],
-    data: Text = "python-docs",
+    data: Annotated[str | None, typer.Option(help="Text: a file, folder or data set; python-docs.")] = None,
     task: Annotated[str | None, typer.Option(help="Examples of a task instead, for models of the laboratory.")] = None,
     lengths: Annotated[str, typer.Option(help="Of the task, as 2:20; else those it is trained on.")] = "",
-    length: Annotated[int, typer.Option(min=2, help="Of a window of text, in tokens.")] = 512,
+    length: Annotated[int | None, typer.Option(min=2, help="Of a window of text, in tokens; 512.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="How many windows, or examples.")] = 4,
     legacy: Annotated[bool, typer.Option("--legacy", help="As paper B's code: no JSD, half of the pairs.")] = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A new folder for record and figures.")] = None,
@@ -513,7 +517,7 @@ def report(
     """One HTML page of runs, which needs no network: curves that tell their values, grids, tables."""
     from farspan.workflows.reporting import report as write
 
-    page = write(folders, out, say=lambda text: out_console.print(f"[yellow]note[/] {plain(text)}", soft_wrap=True))
+    page = write(folders, out, say=note)
     out_console.print(f"[dim]the page is[/] {plain(str(page))}", soft_wrap=True)
 
 

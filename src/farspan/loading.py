@@ -28,8 +28,8 @@ from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
 from farspan.hub import is_hub_id, refusal
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.twins import TWINS, located
 
-TWINS = Path(__file__).parent / "assets" / "twins"  # the models that ship with farspan, by name
 BASE = "base"  # where a patch folder that carries its model keeps it
 MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
 EXACT_BELOW = 300_000_000  # parameters
@@ -64,7 +64,7 @@ def load(
     >>> model, tokenizer = farspan.load("path/to/checkpoint")
     """
     check_device(device)
-    source = _twin(source)
+    source = located(source)
     if is_patch(source):
         return _load_patched(
             Path(source),
@@ -142,7 +142,7 @@ def load_for_text(source: str | Path, **options: Any) -> tuple[PreTrainedModel, 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer that a folder, hub id or twin must have."""
-    return _given(_tokenizer(_twin(source), trust_remote_code), source)
+    return _given(_tokenizer(located(source), trust_remote_code), source)
 
 
 def _given(
@@ -162,7 +162,7 @@ def check_source(source: str | Path, *, position: str | None = None, trust_remot
         _check_gguf(Path(source))
     else:
         load_config(source, position=position, trust_remote_code=trust_remote_code)
-        _check_weights(_twin(source))
+        _check_weights(located(source))
         load_tokenizer(source, trust_remote_code)
 
 
@@ -179,7 +179,7 @@ def load_config(
     source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
     """The config of a folder, hub id or twin, checked; with `position`, converted to ours."""
-    source = _twin(source)
+    source = located(source)
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -211,12 +211,6 @@ def _meant(folder: Path) -> str:
     """What someone may have meant by a folder that is no checkpoint: one that a run or an export wrote holds it."""
     inside = [path.parent for path in sorted(folder.glob("*/config.json"))] + sorted(folder.glob("*.gguf"))
     return str(inside[0]) if len(inside) == 1 else "the folder that save_pretrained wrote"
-
-
-def _twin(source: str | Path) -> str | Path:
-    """Where a twin lies, if that is what is named; a folder of the same name goes first."""
-    twin = TWINS / str(source)
-    return twin if re.fullmatch(r"[a-z]+-twin", str(source)) and not Path(source).exists() and twin.exists() else source
 
 
 def chosen_device(device: str | None) -> str:

@@ -86,7 +86,9 @@ def _document(path: Path, shelf: Path, above: tuple[Path, ...] = ()) -> dict[str
         return document
     if not isinstance(base, str):
         raise FarspanError(f"base = {_shown(base)} in {path} does not fit; write the name or path of one recipe")
-    return _overlay(_document(_find(base, shelf, path), shelf, (*above, path)), document)
+    below = _document(_find(base, shelf, path), shelf, (*above, path))
+    below.pop("title", None)  # it tells of the base
+    return _overlay(below, document)
 
 
 def _text(path: Path) -> str:
@@ -280,7 +282,7 @@ def _override(kind: type, text: str) -> dict[str, Any]:
     """`train.steps=100` -> the small document {"train": {"steps": 100}}."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not key or not equals:
-        raise FarspanError(f"the override {text!r} is no key and value; write it as key=value, like train.steps=100")
+        raise FarspanError(f"the override {text!r} is no key and value; write it as key=value")
     keys = _resolved(kind, key)
     tree = _value(_at(kind, keys), value)
     for name in reversed(keys):

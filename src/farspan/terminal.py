@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -35,6 +36,19 @@ def plain(text: str) -> str:
     return text.replace("[", "\\[")
 
 
+def note(text: str) -> None:
+    """What a user should know, beside the results."""
+    Console(stderr=True, highlight=False, soft_wrap=True, quiet=not speaks).print(f"[yellow]note[/] {plain(text)}")
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+NOTES = _Notes()  # where warnings of the library go
+
+
 def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
     table = _diagnoses(found, lengths)
     while _narrowest(table, found) > out_console.width and len(lengths) > 2:
@@ -49,9 +63,13 @@ def show_diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> None:
 
 def _narrowest(table: Table, found: Sequence[Diagnosis]) -> int:
     """What a table takes with all its numbers whole, and names folded to no less than NAME characters."""
-    unbound = out_console.options.update(width=10_000)
     longest = max(len(word) for diagnosis in found for word in diagnosis.label.split())
-    return out_console.measure(table, options=unbound).minimum - max(0, longest - NAME)
+    return _least_width(table) - max(0, longest - NAME)
+
+
+def _least_width(table: Table) -> int:
+    """What a table takes with all words and numbers whole."""
+    return out_console.measure(table, options=out_console.options.update(width=10_000)).minimum + 1  # rich forgets one
 
 
 def _diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> Table:
@@ -74,31 +92,16 @@ def _diagnoses(found: Sequence[Diagnosis], lengths: Sequence[int]) -> Table:
 
 
 def show_evaluation(found: Evaluated) -> None:
-    from farspan.evals.scores import beside
-
     against = found.base is not None
-    table = Table(box=None, padding=(0, 1 if against else 2, 0, 0), header_style="dim")
-    table.add_column("")
-    for column in ("length", "model" if against else "value"):
-        table.add_column(column, justify="right", no_wrap=True, style="bold" if column != "length" else "")
-    for column in ("95% interval", *(("base", "×") if against else ()), "n", "truncated", "skipped"):
-        table.add_column(column, justify="right", no_wrap=True, style="dim" if column not in ("base", "×") else "")
     shown = [score for score in found.scores if not score.tags.get("detail")]
-    before = None
-    for score in shown:
-        task = score.tags.get("task", "")
-        what = f"{score.eval} {task}" if task == score.metric != score.eval else f"{score.metric} {task}"
-        what = score.metric if task in ("", score.eval) else what
-        row = ["" if what == before else plain(what), f"{score.length:,}", brief(score.value)]
-        wide = score.low < score.high  # one window alone, or prompts that all failed, tell of no interval
-        row.append(f"{brief(score.low)}–{brief(score.high)}" if wide else "")
-        if against:
-            other = beside(score, found.base_scores)
-            row += (
-                [brief(other.value), f"{score.value / other.value:.3f}" if other.value else ""] if other else ["", ""]
-            )
-        table.add_row(*row, short(score.n), *(f"{score.tags.get(name, 0):,}" for name in ("truncated", "skipped")))
-        before = what
+    columns = ["length", "model" if against else "value", "95% interval", *(("base", "×") if against else ())]
+    columns += ["n", "truncated", "skipped"]
+    table = _scores(found, shown, columns)
+    for spare in ("skipped", "truncated", "n", "95% interval"):  # the record has them all
+        if _least_width(table) <= out_console.width:
+            break
+        columns.remove(spare)
+        table = _scores(found, shown, columns)
     if against:
         out_console.print(f"{plain(found.model)} [dim]against[/] {plain(found.base or '')}\n")
     out_console.print(table)
@@ -116,6 +119,35 @@ def show_evaluation(found: Evaluated) -> None:
     out_console.print(f"[dim]record, samples and figures in[/] {plain(str(found.folder))}", soft_wrap=True)
 
 
+def _scores(found: Evaluated, shown: Sequence[Score], columns: Sequence[str]) -> Table:
+    from farspan.evals.scores import beside
+
+    table = Table(box=None, padding=(0, 1 if found.base else 2, 0, 0), header_style="dim")
+    table.add_column("", overflow="fold")
+    styles = {"model": "bold", "value": "bold", "length": "", "base": "", "×": ""}
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, style=styles.get(column, "dim"))
+    before = None
+    for score in shown:
+        task, other = score.tags.get("task", ""), beside(score, found.base_scores)
+        what = f"{score.eval} {task}" if task == score.metric != score.eval else f"{score.metric} {task}"
+        what = score.metric if task in ("", score.eval) else what
+        wide = score.low < score.high  # one window alone, or prompts that all failed, tell of no interval
+        cells = {
+            "length": f"{score.length:,}",
+            "model": brief(score.value),
+            "value": brief(score.value),
+            "95% interval": f"{brief(score.low)}–{brief(score.high)}" if wide else "",
+            "base": brief(other.value) if other else "",
+            "×": f"{score.value / other.value:.3f}" if other and other.value else "",
+            "n": short(score.n),
+            **{name: f"{score.tags.get(name, 0):,}" for name in ("truncated", "skipped")},
+        }
+        table.add_row("" if what == before else plain(what), *(cells[column] for column in columns))
+        before = what
+    return table
+
+
 def _tagged(scores: Sequence[Score], tag: str) -> list[str]:
     """What the scores of single tasks say under a tag, each thing once."""
     return list(dict.fromkeys(s.tags[tag] for s in scores if tag in s.tags and s.tags.get("task") != "average"))
@@ -123,6 +155,8 @@ def _tagged(scores: Sequence[Score], tag: str) -> list[str]:
 
 def show_extension(found: Extended) -> None:
     import torch
+
+    from farspan.workflows.inspection import rope_in_words
 
     patch = found.patch
     for note in found.notes:
@@ -134,8 +168,10 @@ def show_extension(found: Extended) -> None:
         spread = low if low == high else f"{low} to {high}, mean {grown.mean():.2f}"
         out_console.print(f"[dim]λ̂[/] {spread} {where}, {grown.numel()} heads in {len(patch.scales.layers)} layers")
     if patch.rope is not None:
-        out_console.print(f"[dim]rope[/] {plain(', '.join(f'{key} {value}' for key, value in patch.rope.items()))}")
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        out_console.print(f"[dim]rope[/] {plain(rope_in_words(patch.rope))}")
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", caption_justify="left")
+    passkeys = "; passkey: share told right" if any("passkey" in name for name in found.before) else ""
+    table.caption = f"loss in nats{passkeys}"
     table.add_column("")
     lengths = sorted({int(name.partition("@")[2]) for name in found.before})
     for length in lengths:
@@ -206,6 +242,8 @@ def show_comparison(found: Compared, as_json: bool) -> None:
         table.add_row("", *(f"{value:.3f}" for value in each.matched), style="dim")
     if found.pairs:
         out_console.print(table)
+    else:
+        note("one model has nothing to be compared with; name two or more for the distance between them")
     for name, worth, mass in zip(found.models, found.ablations, found.mass, strict=True):
         layer, head = divmod(int(worth.argmax()), worth.shape[1])
         out_console.print(
@@ -263,9 +301,9 @@ def _memory(gib: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
+            return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.0f} seconds"
 
 

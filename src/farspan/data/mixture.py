@@ -250,5 +250,5 @@ def _check(sources: Sequence[Source], length: int, passkeys: Passkeys | None, pa
     if passkey_share and passkeys is not None and passkeys.shortest > length:
         raise FarspanError(
             f"a row of {length} tokens has no room for a passkey document, which takes {passkeys.shortest}; "
-            "ask for longer rows, or leave passkeys out"
+            "ask for longer rows, or leave passkeys out with data.passkey=0"
         )

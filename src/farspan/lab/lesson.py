@@ -54,11 +54,9 @@ class Plan:
     decay: float = 0.94  # share of the steps, the last ones, over which it falls to 0
 
     def __post_init__(self):
-        if min(self.steps, self.batch, self.buckets) < 1:
-            raise FarspanError(
-                f"{self.steps} steps of {self.batch} examples in {self.buckets} buckets train nothing; "
-                "choose each at least 1"
-            )
+        for name in ("steps", "batch", "buckets"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"train.{name} is {getattr(self, name)}; give 1 or more")
         if self.optimizer not in OPTIMIZERS:
             raise FarspanError(f"optimizer {self.optimizer!r} is unknown; choose {' or '.join(OPTIMIZERS)}")
         shares = {name: getattr(self, name) for name in ("warmup", "decay", "beta1", "beta2")}

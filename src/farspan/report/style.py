@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def save(figure: Figure, stem: Path) -> None:
     """The figure as PNG and as SVG, each whole or not at all: other processes may be writing it too."""
     for kind in ("png", "svg"):
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=150)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands in the figure itself
+            figure.savefig(buffer, format=kind, dpi=150)
         write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
 
 

@@ -119,8 +119,9 @@ def newest(run: Path) -> Checkpoint | None:
             check_manifest(folder)
             return Checkpoint(folder, read_json(folder / "state.json"))
         except FarspanError as error:
-            log.warning("%s is set aside: %s", folder.name, error)
-            os.replace(folder, _free_name(folder.with_name(f"broken-{folder.name}")))
+            aside = _free_name(folder.with_name(f"broken-{folder.name}"))
+            log.warning("%s; it is set aside as %s", str(error).partition(";")[0], aside.name)
+            os.replace(folder, aside)
     broken = len(list(home(run).glob("broken-*")))
     if broken:
         raise CorruptError(

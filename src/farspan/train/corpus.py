@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,13 @@ class Data:
     passkey: float = 0.05  # share of rows that begin with a passkey document
     inside: bool = False  # windows inside one document, instead of packed
     processes: int = 0  # 0: one a core
+
+    def __post_init__(self):
+        for name, texts in self.sources.items():
+            if not 0 <= texts.weight < math.inf:
+                raise FarspanError(f"data.sources.{name}.weight is {texts.weight:g}; give a number of 0 or more")
+        if self.sources and not any(texts.weight for texts in self.sources.values()):
+            raise FarspanError("the weight of every source in data.sources is 0, and 0 leaves a source out; raise one")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +140,8 @@ def _tokenizer(data: Data, given: str, files: dict[str, list[Path]], cache: Path
     """The one that is given, or one trained on the text."""
     if given:
         if not (Path(given) / "tokenizer.json").exists():
-            raise FarspanError(f"{given} holds no tokenizer.json; give a folder that holds a tokenizer")
+            what = "holds no tokenizer.json" if Path(given).is_dir() else "is no folder"
+            raise FarspanError(f"{given} {what}; give one that holds a tokenizer with data.tokenizer=PATH")
         return _given_tokenizer(Path(given))
     shares = {name: texts.weight for name, texts in data.sources.items()}
     corpus = [_described(paths) for paths in files.values()]

@@ -52,7 +52,7 @@ class Moment:
 
     step: int  # steps done
     loss: float  # nats a token
-    lr: float  # the multiplier of every learning rate
+    lr: float  # AdamW's; Muon's goes up and down with it
     grad_norm: float
     tokens: int  # seen so far
     tokens_per_second: float
@@ -132,7 +132,7 @@ def _train(work: Work, plan: Plan, run: Path, listen: Listener) -> list[dict[str
             step += 1
             calm = loss_value if math.isnan(calm) else 0.98 * calm + 0.02 * loss_value
             if step % plan.log_every == 0 or step == plan.steps:
-                moment = clock.moment(step, loss_value, multiplier, norm_value)
+                moment = clock.moment(step, loss_value, multiplier * plan.optimization.lr, norm_value)
                 metrics.append(_entry(moment))
                 if state.is_main_process:
                     with (run / METRICS).open("a") as file:

@@ -25,6 +25,7 @@ from farspan.train.loop import Listener, Plan, train
 from farspan.train.optim import Optimization, optimizers
 from farspan.train.sharding import data_parallel, processes, shard
 from farspan.train.steps import Work
+from farspan.twins import located
 
 RECIPE = "recipe.toml"
 SAME_TEXT = "# its first rows: "  # the line of a run's recipe that tells one text, and one tokenizer, from another
@@ -73,7 +74,7 @@ class Pretraining:
     train: Training = field(default_factory=Training)
     optimization: Optimization = field(default_factory=Optimization)
     seed: int = 0
-    from_: str = ""  # a model folder of ours whose weights are the start
+    from_: str = ""  # a twin, or a model folder of ours, whose weights are the start
     title: str = ""  # one line for people
 
     def __post_init__(self):
@@ -92,6 +93,13 @@ class Pretraining:
         for key in ("layers", "width", "heads", "ff"):
             if getattr(self.model, key) < 1:
                 raise FarspanError(f"model.{key} is {getattr(self.model, key)}; give 1 or more")
+        heads, kv_heads = self.model.heads, self.model.kv_heads or self.model.heads
+        for key, part, of, whole in (
+            ("heads", heads, "width", self.model.width),
+            ("kv_heads", kv_heads, "heads", heads),
+        ):
+            if part < 1 or whole % part:
+                raise FarspanError(f"model.{key} is {part} and no divisor of model.{of}, {whole}; choose one")
         if self.model.table and self.model.table < self.train.length:
             raise FarspanError(
                 f"model.table has {self.model.table} rows for windows of {self.train.length} tokens; give as many, or 0"
@@ -137,7 +145,7 @@ FREE = (
 
 
 def prepared_for(recipe: Pretraining, progress: Progress = silent) -> Prepared:
-    return prepare(recipe.data, recipe.train.length, recipe.seed, recipe.from_, progress)
+    return prepare(recipe.data, recipe.train.length, recipe.seed, str(located(recipe.from_)), progress)
 
 
 def build(recipe: Pretraining, config: FarspanConfig) -> FarspanForCausalLM:
@@ -145,7 +153,7 @@ def build(recipe: Pretraining, config: FarspanConfig) -> FarspanForCausalLM:
     torch.manual_seed(recipe.seed)
     model = FarspanForCausalLM(config)
     if recipe.from_:
-        start = Path(recipe.from_)
+        start = Path(located(recipe.from_))
         weights = {name: tensor for file in weight_files(start) for name, tensor in read_tensors(file).items()}
         if not weights:
             raise FarspanError(f"from={recipe.from_} holds no weights; give a model folder that farspan wrote")
@@ -192,6 +200,10 @@ def pretrain(
     state = processes()
     refuse_another(recipe, run)
     recipe.config()  # a shape that cannot be is known before any text is read
+    if recipe.from_ and not Path(located(recipe.from_)).is_dir():
+        raise FarspanError(
+            f"from is {recipe.from_}, and there is no such folder; train that model first, or name one with from=PATH"
+        )
     prepared = prepared or prepared_for(recipe, progress)
     config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
     model = build(recipe, config).to(state.device)

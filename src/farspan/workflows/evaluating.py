@@ -30,8 +30,8 @@ from farspan.evals.gates import Verdict, check_gates, judge, parse_gate
 from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
-from farspan.files import write_text
-from farspan.loading import BASE, TWINS, check_source, in_exact_numbers, is_patch, load_for_text, patch_in
+from farspan.files import read_json, write_text
+from farspan.loading import BASE, check_source, in_exact_numbers, is_patch, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
@@ -39,6 +39,7 @@ from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.sharding import processes
+from farspan.twins import located
 from farspan.workflows.inspection import longest
 from farspan.workflows.inspection import train_length as trained_on
 from farspan.workflows.pretraining import NO_PASSKEYS, PASSKEYS
@@ -121,6 +122,7 @@ def evaluate(
     if vs is None and any(gate.relative for gate in gates):
         vs, position = _base_of(source, position)
     check_folder(out, "eval")
+    _check_suite(out, suite)
     if vs is not None:
         check_source(vs, position=position, trust_remote_code=trust_remote_code)  # before the other one is measured
 
@@ -165,6 +167,15 @@ def evaluate(
         _write(found, samples, how | _settings(scope))
     state.wait_for_everyone()
     return found
+
+
+def _check_suite(out: Path, suite: str) -> None:
+    """Refuse a folder whose record and figures are another suite's, for they would be lost or left without a record."""
+    other = suite
+    with suppress(FarspanError):  # there is none, or a broken one, which is written anew
+        other = read_json(out / "record.json").get("suite", suite)
+    if other != suite:
+        raise FarspanError(f"{out} holds the results of suite {other}; choose another name for those of {suite}")
 
 
 def _subject(source: str | Path, **options: Any) -> Subject:
@@ -239,7 +250,7 @@ def saw_passkeys(source: str | Path) -> str:
     folder = Path(source)
     if is_patch(folder):
         return saw_passkeys(_base_of(source, None)[0])
-    card = (TWINS / str(source) if not folder.exists() else folder) / "README.md"
+    card = Path(located(source)) / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     if NO_PASSKEYS in text:
         return "no"

@@ -43,28 +43,36 @@ class Compared:
 
 def compare(
     sources: Sequence[str],
-    data: str = "python-docs",
+    data: str | None = None,
     out: Path | None = None,
     *,
     task: str | None = None,
     lengths: str = "",
-    length: int = 512,
+    length: int | None = None,
     windows: int = 4,
     rule: str = "jsd",
     device: str | None = None,
     progress: Progress = silent,
 ) -> Compared:
     """Attention distance between every two models, attention mass by distance, and what each head is worth: on text, or
-    on examples of a task for models of the laboratory."""
+    on examples of a task (of these `lengths`) for models of the laboratory.
+
+    data: python-docs. length: of a window of text, in tokens; 512.
+    """
     if rule not in RULES:
         raise FarspanError(f"rule {rule!r} is unknown; choose {' or '.join(RULES)}")
+    if task is None and lengths:
+        raise FarspanError(f"--lengths {lengths} is of examples of a task; give --task too, or --length for text")
+    for option, value in (("--data", data), ("--length", length)) if task is not None else ():
+        if value is not None:
+            raise FarspanError(f"{option} {value} is of text, and --task {task} reads none; give one of the two")
     if out is not None:
         check_free(out)
-    device = chosen_device(device)
+    device, data, length = chosen_device(device), data or "python-docs", length or 512
     if task is not None:
+        batches = _examples(task, lengths, windows)
         models = [load(source, device=device).model for source in sources]
         _check_words(models, sources)
-        batches = _examples(task, lengths, windows)
     else:
         loaded = [load_for_text(source, device=device) for source in sources]
         models = [model for model, _ in loaded]

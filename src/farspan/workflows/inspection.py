@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -108,10 +108,16 @@ def patch_parts(patch: Patch) -> list[str]:
     if patch.scales is not None:
         parts.append(f"attention scales of {len(patch.scales.layers)} layers: {_statistics(patch.scales)}")
     if patch.rope is not None:
-        parts.append(f"rope parameters: `{dict(patch.rope)}`")
+        parts.append(f"rope parameters: {rope_in_words(patch.rope)}")
     if patch.weights is not None:
         parts.append(f"tuned weights: {len(patch.weights)} tensors")
     return parts
+
+
+def rope_in_words(rope: Mapping[str, Any]) -> str:
+    """Rope parameters as people read them; patch.json has all digits."""
+    told = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in rope.items()}
+    return ", ".join(f"{key} {value}" for key, value in told.items())
 
 
 def _statistics(scales: Scales) -> str:

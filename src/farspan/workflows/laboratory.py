@@ -320,13 +320,12 @@ def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finis
     untrained = " (of learned positions, the rows for them are untrained)" if "learned" in study.encodings else ""
     seen = [task for task in study.tasks if study.ranges(task)[1][0] <= study.ranges(task)[0][1]]
     overlap = f" (of {', '.join(seen)} also at lengths that were trained on)" if seen else ""
-    tables = {
-        f"Exact match at unseen lengths{untrained}{overlap}": accuracy_table(found),
-        "Mean reciprocal rank (tasks)": rank_table(found),
-    }
+    learnt, placed = learnt_of(found), ranks(found)
+    tables = {f"Exact match at unseen lengths{untrained}{overlap}": accuracy_table(found)}
+    if placed:
+        tables["Mean reciprocal rank (tasks)"] = rank_table(found)
     if study.scales:
         tables["Exact match at unseen lengths, scores times λ̂"] = scale_table(found)
-    learnt, placed = learnt_of(found), ranks(found)
     text = "\n\n".join(f"## {title}\n\n{markdown(*table)}" for title, table in tables.items())
     write_text(out / "tables.md", f"{learnt[0]} of {learnt[1]} models learnt their task.\n\n{text}\n")
     style.save(figures.accuracy_by_length(_panels(study, found)), out / "accuracy")
