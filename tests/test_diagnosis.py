@@ -32,7 +32,7 @@ from farspan.lengths import parse_lengths, parse_range
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
 from farspan.workflows import diagnosing
-from farspan.workflows.diagnosing import judge, model_names
+from farspan.workflows.diagnosing import judge, model_names, usual_lengths
 
 # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -342,6 +342,13 @@ def test_windows_lie_inside_documents_and_are_accounted_for():
         cut_windows(documents, Words(), 9, limit=10)
 
 
+def test_lengths_that_nobody_asked_for_reach_twice_as_far_as_training():
+    assert usual_lengths(["nope-twin", "rope-twin"]) == [256, 512, 1024]
+    assert usual_lengths(["nope-twin"], train_length=64) == [32, 64, 128]
+    (found,) = farspan.diagnose("nope-twin", windows=1, rule=Rule(noise=0))
+    assert found.curves.positions[-1] == pytest.approx(1024, abs=8)
+
+
 def test_one_grammar_for_lengths_and_ranges():
     assert parse_lengths("512,1024") == [512, 1024]
     assert parse_lengths("512:4096") == [512, 1024, 2048, 4096]
@@ -351,7 +358,7 @@ def test_one_grammar_for_lengths_and_ranges():
     assert parse_range("1.2") == [1.2]
     for bad in ("0", "x", "512:", "-1", "4096:512"):
         with pytest.raises(FarspanError, match=";"):
-            parse_lengths(bad if bad != "512:" else "512:x")
+            parse_lengths(bad)
     for bad in ("0.8:1.4", "a", "1:2:0", "-1"):
         with pytest.raises(FarspanError, match="no range of scales"):
             parse_range(bad)
@@ -533,6 +540,7 @@ def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):
     ("arguments", "message"),
     [
         (["--lengths", "0"], "is no length"),
+        (["--train-length", "100000"], "no document has 200000 tokens"),
         (["--lengths", "64:1000000"], "no document has 1000000 tokens"),
         (["--lengths", "16,64"], "was trained on 64 tokens and the largest length asked for is 64"),
         (["--lengths", "1,128"], "leaves nothing to predict"),

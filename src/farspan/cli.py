@@ -95,7 +95,9 @@ def inspect(model: Model, as_json: AsJson = False, position: Position = None, tr
 def diagnose(
     models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="One or several models or patches.")],
     data: Text = "python-docs",
-    lengths: Annotated[str, typer.Option(help="As 512,1024 or 512:4096; the largest is read.")] = "512:4096",
+    lengths: Annotated[
+        str, typer.Option(help="As 512,1024 or 512:4096, the largest is read; else twice the training length.")
+    ] = "",
     scales: Annotated[str, typer.Option(help="Uniform scales to compare, as 0.8:1.4:0.1.")] = "",
     windows: Annotated[int, typer.Option(min=1, help="How many windows of text to read at most.")] = 8,
     train_length: Annotated[int | None, typer.Option(min=1, help="Where the config does not tell it.")] = None,
@@ -109,8 +111,10 @@ def diagnose(
     from farspan.lengths import parse_lengths, parse_range
     from farspan.progress import bars
     from farspan.workflows.diagnosing import diagnose as look
+    from farspan.workflows.diagnosing import usual_lengths
 
-    asked, sweep = parse_lengths(lengths), parse_range(scales) if scales else []
+    usual = usual_lengths(models, train_length, position, trust_remote_code) if not lengths else []
+    asked, sweep = usual or parse_lengths(lengths), parse_range(scales) if scales else []
     with bars() as progress:
         found = look(
             models,
@@ -182,7 +186,7 @@ def parse_data(words: Sequence[str]) -> str | dict[str, str]:
     """--data PATH, or --data NAME=PATH several times."""
     named = dict(word.split("=", 1) for word in words if "=" in word)
     if not words:
-        return "python-docs"
+        return "python-docs/search"
     if len(words) == 1 and (not named or Path(words[0]).exists()):
         return words[0]
     names = [word.partition("=")[0] for word in words if "=" in word]

@@ -30,7 +30,7 @@ def accuracy_by_length(panels: Sequence[Panel]) -> Figure:
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    looks = {name: ((*COLOURS, INK)[i % 7], ("-", "--", "-.")[i % 3]) for i, name in enumerate(names)}
+    looks = {name: (COLOURS[i % len(COLOURS)], ("-", "--", "-.")[i % 3]) for i, name in enumerate(names)}
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.1 * columns + 0.8, 2.3 * rows + 0.9), layout="constrained")
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)

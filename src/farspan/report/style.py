@@ -15,7 +15,8 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 from farspan.files import write_bytes
 
 INK, FAINT = "#222222", "#b8b8b8"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by every eye
+# Told apart by every eye (Okabe and Ito's), and two dark ones for figures of many lines.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8c510a")
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,

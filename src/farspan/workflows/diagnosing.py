@@ -20,7 +20,7 @@ from farspan.diagnosis.curves import Curves, check_losses, measure
 from farspan.diagnosis.knees import Rule, distracted_heads, find_knee, smooth, suggest_scale
 from farspan.errors import FarspanError, first_line
 from farspan.files import check_free, new_folder
-from farspan.loading import check_source, chosen_device, load_for_text, patch_in
+from farspan.loading import check_source, chosen_device, load_config, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
@@ -74,7 +74,7 @@ class Diagnosis:
 def diagnose(
     models: str | Path | Sequence[str | Path],
     data: str | Path = "python-docs",
-    lengths: Sequence[int] = (512, 4096),
+    lengths: Sequence[int] = (),
     *,
     scales: Sequence[float] = (),
     windows: int = 8,
@@ -88,12 +88,14 @@ def diagnose(
 ) -> list[Diagnosis]:
     """One diagnosis for each model, or, with `scales`, for each model and uniform scale.
 
-    Each window is read once at the largest length. With `out`, a record and figures are written to that folder.
+    Each window is read once at the largest length, or at twice the longest training length where none is given. With
+    `out`, a record and figures are written to that folder.
 
     >>> farspan.diagnose("path/to/model", lengths=[512, 4096])[0].verdict
     """
     sources = [models] if isinstance(models, str | Path) else list(models)
     rule = rule or Rule()
+    lengths = lengths or usual_lengths(sources, train_length, position, trust_remote_code)
     if min(lengths) < 2:
         raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; ask for 2 or more")
     if out is not None:
@@ -130,6 +132,30 @@ def diagnose(
         }
         _write(Path(out), found, read, settings)
     return found
+
+
+def usual_lengths(
+    sources: Sequence[str | Path],
+    train_length: int | None = None,
+    position: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[int]:
+    """Half of the longest training length, all of it, and twice as much."""
+    if train_length is None:
+        told = [_told_length(source, position, trust_remote_code) for source in sources]
+        if None in told:
+            raise FarspanError(f"{sources[told.index(None)]} does not tell its training length; give --lengths")
+        train_length = max(length for length in told if length is not None)
+    return [max(2, train_length // 2), train_length, 2 * train_length]
+
+
+def _told_length(source: str | Path, position: str | None, trust_remote_code: bool) -> int | None:
+    """What was trained on, without loading weights; a .gguf does not tell it so."""
+    if (patch := patch_in(source)) is not None:
+        return patch.train_length
+    if Path(source).suffix == ".gguf":
+        return None
+    return trained_on(load_config(source, position=position, trust_remote_code=trust_remote_code))
 
 
 def _diagnose_one(

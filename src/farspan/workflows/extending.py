@@ -74,7 +74,7 @@ def extend(
     out: str | Path,
     method: str = "auto",
     *,
-    data: str | Path | Mapping[str, str | Path] = "python-docs",
+    data: str | Path | Mapping[str, str | Path] = "python-docs/search",
     recipe: Extension | None = None,
     train_length: int | None = None,
     position: str | None = None,
