@@ -540,7 +540,7 @@ def test_models_patches_and_scales_stand_side_by_side(model_folder, tmp_path):
     ("arguments", "message"),
     [
         (["--lengths", "0"], "is no length"),
-        (["--train-length", "100000"], "no document has 200000 tokens"),
+        (["--train-length", "50000000"], "no document has 100000000 tokens"),
         (["--lengths", "64:1000000"], "no document has 1000000 tokens"),
         (["--lengths", "16,64"], "was trained on 64 tokens and the largest length asked for is 64"),
         (["--lengths", "1,128"], "leaves nothing to predict"),

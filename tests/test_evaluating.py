@@ -197,6 +197,22 @@ def test_a_base_is_measured_on_the_same_and_set_beside(tiny, whole, tmp_path):
     assert len(record["vs"]["scores"]) == len(record["scores"])
 
 
+def test_a_base_is_read_as_its_patch_reads_it(tiny, tmp_path):
+    """A checkpoint typed llama that was trained without rotation, beside a patch that knows it."""
+    base = tmp_path / "typed-llama"
+    hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, max_position_embeddings=LENGTH)).save_pretrained(base)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / "none" / file, base)
+    patch = Patch("test", fingerprint(farspan.load(base, position="none").model), 512, LENGTH, position="none")
+    patch = replace(patch, scales=Scales.uniform(1.0 + 1e-6, range(2), 2), name=str(base))
+    patch.save(tmp_path / "patch")
+    options = {"data": str(tiny / "text"), "lengths": (256,), "windows": 2}
+    found = evaluate(tmp_path / "patch", "perplexity", tmp_path / "results", vs=base, **options)
+    assert found.base_scores[0].value == pytest.approx(found.scores[0].value, rel=1e-6)
+    alone = evaluate(base, "perplexity", tmp_path / "alone", **options)
+    assert alone.scores[0].value != pytest.approx(found.scores[0].value, rel=1e-6), "rotated, it is another model"
+
+
 @pytest.mark.parametrize("model", ["bloom", "learned"])
 def test_any_family_is_measured(tiny, tmp_path, model):
     found = measure(tiny, tmp_path / "results", model, lengths=(200,))

@@ -471,7 +471,7 @@ def test_text_can_be_named_for_each_purpose(tiny, tmp_path):
     extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=text, recipe=FEW)
     for name in ("choose", "report"):  # one file by another spelling is the same text
         same = {**text, name: str(tiny / ".." / tiny.name / "text.txt")}
-        with pytest.raises(FarspanError, match=f"search=.* and {name}=.* are the same text; give three that differ"):
+        with pytest.raises(FarspanError, match=f"search=.* and {name}=.* share text; give three that do not"):
             extend(tiny / "none", 128, tmp_path / "no", "uniform", data=same, recipe=FEW)
     with pytest.raises(FarspanError, match="give one corpus, or three as search=PATH"):
         extend(tiny / "none", 128, tmp_path / "no", "uniform", data={"train": "x"}, recipe=FEW)

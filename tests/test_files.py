@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from farspan.data.documents import share_text
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import UMASK, check_safetensors, new_folder, write_json, write_text
+from farspan.loading import _bearable
+from farspan.memory import out_of_memory
+from farspan.record import environment
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -70,3 +75,41 @@ def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path_factory, data):
     path.write_bytes(whole + b"\0")
     with pytest.raises(CorruptError):
         check_safetensors(path)
+
+
+def test_a_record_tells_the_device_that_was_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: f"GPU {place}")
+    assert environment("cuda:1")["device"] == "GPU cuda:1"
+    assert environment()["device"] == "GPU cuda"
+    assert environment("cpu")["device"] == environment("cpu:0")["device"] == platform.machine()
+
+
+@pytest.mark.parametrize(
+    ("words", "memory"),
+    [
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_want_of_memory_is_known_by_its_words(words, memory):
+    assert out_of_memory(RuntimeError(words)) == memory
+
+
+def test_sources_share_text_where_one_holds_the_other(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    assert share_text(tmp_path, tmp_path / "a.txt")
+    assert share_text(tmp_path / "a.txt", tmp_path / "." / "a.txt")
+    assert share_text("python-docs/score", "python-docs")
+    assert not share_text("python-docs/score", "python-docs/search")
+    assert not share_text(tmp_path / "a.txt", tmp_path / "b.txt")
+
+
+def test_half_precision_is_refused_only_where_the_cpu_has_none(monkeypatch):
+    assert _bearable(torch.float32, "cpu") is None
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert _bearable(torch.float32, "cpu") is None
+    assert _bearable(torch.bfloat16, "cpu") == torch.float32
+    assert _bearable(torch.bfloat16, "cuda:0") is None

@@ -223,6 +223,13 @@ def test_a_model_of_a_fleet_is_the_model_it_was_made_from():
     assert back.state_dict().keys() == own[1].state_dict().keys()
 
 
+@pytest.mark.parametrize("changes", [dict(position="none/4"), dict(num_key_value_heads=2)])
+def test_layers_with_windows_or_shared_keys_make_no_fleet(changes):
+    shape = dict(vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(FarspanError, match="layers of a fleet see all that came before"):
+        Fleet(models(2, FarspanConfig(**shape | changes)))
+
+
 def test_models_of_a_fleet_drop_out_apart():
     model = FarspanForCausalLM(network(dropout=0.3))
     fleet = Fleet([model, copy.deepcopy(model)])

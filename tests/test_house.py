@@ -74,7 +74,9 @@ def test_each_verb_can_be_called_twice_after_every_submodule_was_imported(tmp_pa
     for _ in range(2):
         assert farspan.inspect(tmp_path).family == "farspan"
         assert farspan.load(tmp_path).model.config.model_type == "farspan"
-    assert set(farspan.__all__) == {"diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
+    verbs = {"diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
+    assert set(farspan.__all__) == {"FarspanError", "Patch", *verbs} <= set(dir(farspan))
+    assert issubclass(farspan.FarspanError, Exception)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = farspan.nonsense
 

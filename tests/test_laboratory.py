@@ -20,7 +20,9 @@ import torch
 
 import farspan
 from farspan import cli
+from farspan.cells import key_of
 from farspan.errors import FarspanError
+from farspan.lab import study as studying
 from farspan.lab.fleet import Fleet
 from farspan.lab.ranking import (
     accuracy_table,
@@ -152,7 +154,14 @@ def test_a_study_shows_what_is_finished(done, tmp_path):
     for file in sorted((done / "out" / "cells").glob("*.json"))[:5]:
         (out / "cells" / file.name).write_bytes(file.read_bytes())
     assert so_far(source, [], out).learnt[1] <= 5
-    assert 0 < len(json.loads((out / "record.json").read_text())["cells"]) <= 5
+    assert 0 < (whole := len(json.loads((out / "record.json").read_text())["cells"])) <= 5
+    said: list[str] = []
+    broken = key_of(describe(read_study(source), cells_of(read_study(source))[0]))
+    (out / "cells" / f"{broken}.json").write_text("{")
+    so_far(source, [], out, said.append)
+    assert len(said) == 1
+    assert "is set aside as" in said[0]
+    assert len(json.loads((out / "record.json").read_text())["cells"]) in (whole, whole - 1)
 
 
 def test_a_saved_model_is_a_model_like_any_other(done):
@@ -524,6 +533,26 @@ def test_a_mistake_is_one_sentence(capsys, monkeypatch, tmp_path, arguments, sai
     monkeypatch.chdir(tmp_path)
     assert said in refusal(capsys, monkeypatch, *arguments)
     assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("encodings", "shape", "sentence"),
+    [
+        (["none", "sinusoidal"], Shape(width=33, heads=3), "cannot be built with sinusoidal: .*hidden_size is 33"),
+        (["rotary"], Shape(width=33, heads=3), "sizes.odd cannot be built with rotary: rotation turns pairs"),
+        (["none"], Shape(mlp="gelu"), "sizes.odd cannot be built with none: mlp 'gelu' is unknown"),
+    ],
+)
+def test_a_network_that_cannot_be_built_is_known_from_the_recipe(encodings, shape, sentence):
+    with pytest.raises(FarspanError, match=sentence):
+        Study(("copy",), tuple(encodings), sizes={"odd": shape})
+
+
+def test_cells_of_another_vocabulary_are_others(monkeypatch):
+    study = Study(("copy",))
+    before = describe(study, cells_of(study)[0])
+    monkeypatch.setattr(studying, "_vocabulary", lambda: "other")
+    assert key_of(describe(study, cells_of(study)[0])) != key_of(before)
 
 
 def test_a_test_range_inside_the_training_range_is_warned_of(caplog, tmp_path):

@@ -164,6 +164,17 @@ def test_a_run_ends_in_a_model_with_its_card_and_is_not_run_twice(tiny, tmp_path
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_finished_model_in_another_precision_is_another_run(tiny, tmp_path):
+    pretrain(str(tiny), ["steps=1"], tmp_path / "run")
+    with pytest.raises(FarspanError, match="train.dtype"):
+        pretrain(str(tiny), ["steps=1", "train.dtype=float32"], tmp_path / "run")
+    found = pretrain(str(tiny), ["steps=1", "train.dtype=float32"], tmp_path / "exact")
+    assert (
+        "farspan pretrain tiny.toml steps=1 train.dtype=float32 data.folder="
+        in (found.folder / "README.md").read_text()
+    )
+
+
 def test_the_command_trains_and_tells(tiny, tmp_path):
     done = command("pretrain", tiny, "train.steps=2", "-o", tmp_path / "run", "--json")
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def test_a_method_that_does_not_exist_is_named():
         (dict(seeds=()), "seeds is empty"),
         (
             dict(search="a.txt", report=("x/../a.txt",)),
-            r"share no text, and a.txt and x/\.\./a.txt are one file; name each",
+            r"share no text, and a.txt and x/\.\./a.txt do; name each",
         ),
         (dict(methods={"nope-twin": ()}), "methods.nope-twin is empty; name at least one method, or none"),
         (dict(report_windows=0), "report_windows is 0; give 1 or more"),
@@ -67,7 +67,7 @@ def test_a_method_that_does_not_exist_is_named():
         (dict(seeds=(0, -1)), "seeds names -1; choose each from 0 to"),
         (dict(grid_low=3.0, grids=("nope-twin",)), r"grid_low is 3 and grid_high 2\.6, and no scale lies between"),
         (dict(grid_low=0.0, grids=("nope-twin",)), "let grid_low be 0.01 or more"),
-        (dict(search="a.txt", choose="a.txt"), "share no text, and a.txt and a.txt are one file"),
+        (dict(search="a.txt", choose="a.txt"), "share no text, and a.txt and a.txt do"),
         (
             dict(report=("a/books.txt", "b/books.jsonl")),
             "report has texts of one name, books, books, .*; rename a file",
@@ -290,7 +290,7 @@ def test_texts_that_are_missing_are_told_before_anything_is_made(tiny):
             r"yarn changes rotation, and no layer of small-nope \(methods\.small-nope\) rotates",
         ),
         (['methods.foo=["none"]'], "methods.foo names a model that cannot be had: there is no recipe 'foo'; "),
-        (['methods.foo-twin=["none"]'], "methods.foo-twin names a model that cannot be had: 'foo-twin' is neither"),
+        (['methods.foo-twin=["none"]'], "methods.foo-twin names a model that cannot be had: there is no recipe 'foo-twin'"),
         (
             ["search=short.jsonl"],
             r"search names short.jsonl, which does not serve nope-twin: no document has 1152 tokens",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from farspan.errors import FarspanError
 from farspan.lab.theorems import (
+    _ridge,
     any_function,
     construct,
     knees,
@@ -132,6 +133,17 @@ def test_a_trained_model_without_positions_has_found_them():
         best[name] = max(reading.r2 for reading in readings)
     assert best["nope-twin"] > 0.8
     assert best["rope-twin"] < 0.4
+
+
+@pytest.mark.parametrize("still", [0.0, 100.0, 3000.0])
+def test_a_coordinate_that_never_moves_has_no_weight(still):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 3, generator=generator, dtype=torch.float64)
+    x[:, 1] = still
+    rows = torch.cat([x, torch.ones(1000, 1).double(), (2 * x[:, :1] - x[:, 2:] + 5)], dim=1)
+    weights = _ridge(rows.T @ rows, 1e-6)
+    assert weights[:3] == pytest.approx(torch.tensor([2.0, 0.0, -1.0]).double(), abs=1e-4)
+    assert x @ weights[:3] + weights[3] == pytest.approx(rows[:, -1], abs=1e-4)
 
 
 def test_reading_needs_two_texts():

@@ -251,7 +251,7 @@ def reproduce(
 
     folder = out or Path("runs") / Path(study).stem
     if so_far:
-        studies.so_far(study, changes or [], folder)
+        studies.so_far(study, changes or [], folder, note)
     else:
         with stoppable(f"what is finished is in {folder}"), bars() as progress:
             studies.reproduce(
@@ -341,12 +341,16 @@ def export(
     format: Annotated[str, typer.Option(help="live, folded, stock, peft or gguf.")],
     dtype: Annotated[str, typer.Option(help="Of the written weights; narrower ones round.")] = "float32",
     device: Device = None,
+    position: Position = None,
+    trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ):
     """Give the patched model to others: written, read again, and compared with the live one."""
     from farspan.workflows.exporting import export as write
 
-    done = write(source, out, format, dtype=dtype, device=device)
+    done = write(
+        source, out, format, dtype=dtype, device=device, position=position, trust_remote_code=trust_remote_code
+    )
     if as_json:
         typer.echo(json.dumps(done.to_json()))
         return
@@ -420,7 +424,7 @@ def lab_run(
         return
     folder = out or Path("runs") / Path(recipe).stem
     if so_far:
-        found = laboratory.so_far(recipe, changes or [], folder)
+        found = laboratory.so_far(recipe, changes or [], folder, note)
     else:
         with stoppable(f"what is finished is in {folder}"), bars() as progress:
             found = laboratory.run(

@@ -232,13 +232,11 @@ def check_device(device: str | torch.device | None) -> None:
 
 def _bearable(dtype: torch.dtype | None, device: str | torch.device | None) -> torch.dtype | None:
     """float32 instead of what the CPU could only emulate, a hundred times slower; None where there is no need."""
-    if torch.device(device or "cpu").type != "cpu":
+    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if torch.device(device or "cpu").type != "cpu" or dtype not in native:
         return None
-    native = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return torch.float32 if dtype in native and not native[dtype]() else None
+    able = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, native[dtype])()
+    return None if able else torch.float32
 
 
 def _check_hub(name: str) -> None:

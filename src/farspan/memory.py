@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Was it for want of memory? The CPU's allocator has no error of its own, only its words."""
-    words = ("can't allocate memory", "not enough memory")
+    """Was it for want of memory? The CPU's allocator and CUDA's libraries have no error of their own, only words."""
+    words = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 

@@ -26,8 +26,9 @@ def environment(device: str | None = None) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    on_gpu = torch.cuda.is_available() and device != "cpu"
-    name = torch.cuda.get_device_name() if on_gpu else platform.machine()
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = place.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name(place) if on_gpu else platform.machine()
     return {"farspan": __version__, "python": platform.python_version(), "device": name, "packages": found}
 
 

@@ -8,11 +8,15 @@ from pathlib import Path
 TWINS = Path(__file__).parent / "assets" / "twins"
 
 
+def is_twin(name: str) -> bool:
+    """Is it one of them?"""
+    return re.fullmatch(r"[a-z]+-twin", name) is not None and (TWINS / name).is_dir()
+
+
 def located(source: str | Path) -> str | Path:
     """Where a twin lies, if that is what is named; a folder of the same name goes first.
 
     >>> located("nope-twin").name
     'nope-twin'
     """
-    twin = TWINS / str(source)
-    return twin if re.fullmatch(r"[a-z]+-twin", str(source)) and not Path(source).exists() and twin.exists() else source
+    return TWINS / str(source) if is_twin(str(source)) and not Path(source).exists() else source

@@ -79,8 +79,10 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
         state = call.module.__dict__.setdefault(_KEY, _State(call.layer))
         state.scales = None
         if scales is not None and call.layer in scales.layers:
-            # The row is a view: a trainable table receives the gradient of every layer and is seen as it moves.
-            state.scales = scales.row(scales.layers.index(call.layer))
+            row = scales.row(scales.layers.index(call.layer))
+            # The row is a view: a trainable table receives the gradient of every layer and is seen as it moves. What
+            # stands still goes to the device once, and not at every call.
+            state.scales = row if row.base.requires_grad else row.to(call.q.device)
     return model
 
 

@@ -51,6 +51,21 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     return _hub(str(source))
 
 
+def share_text(one: str | Path, other: str | Path) -> bool:
+    """Are two sources one, or is one inside the other? By their places alone.
+
+    >>> share_text("python-docs", "python-docs/search"), share_text("python-docs/search", "python-docs/score")
+    (True, False)
+    """
+    here, there = _place(one), _place(other)
+    return here == there or here in there.parents or there in here.parents
+
+
+def _place(source: str | Path) -> Path:
+    path = Path(source)
+    return path if path.parts[:1] == (PYTHON_DOCS,) and not path.exists() else path.resolve()
+
+
 def _python_docs(part: str) -> Document:
     from pydoc_data.topics import topics
 
@@ -152,7 +167,13 @@ def _hub(name: str) -> Iterator[Document]:
             f"{name} is no file here, and no data set could be loaded from the hub ({why}); check the path, the name, "
             "or the network"
         )
-    return (Document(f"{name}:{number}", row["text"]) for number, row in enumerate(rows))
+    return (Document(f"{name}:{number}", _text_of(name, row)) for number, row in enumerate(rows))
+
+
+def _text_of(name: str, row: dict[str, Any]) -> str:
+    if not isinstance(row.get("text"), str):
+        raise FarspanError(f'{name} has no column "text" (it has {list(row)}); give files that have')
+    return row["text"]
 
 
 def _extra(module: str, source: str | Path) -> Any:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import struct
-import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,7 +20,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, chain, takewhile
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +30,7 @@ from farspan.data.documents import Document
 from farspan.data.tokens import fingerprint
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import check_free, check_safetensors, read_json, sha256_of, write_bytes, write_json
+from farspan.signals import end_with_parent
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -277,17 +276,8 @@ def _encoded(batches: Iterable[list[str]], encode: _Encoder, processes: int) -> 
 def _start_worker(encode: _Encoder) -> None:
     global _encode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this process in order
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _encode = encode
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed leaves its workers waiting for ever."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> list[np.ndarray]:

@@ -178,6 +178,8 @@ class Needle:
         return scores
 
     def _check(self) -> None:
+        if not self.lengths:
+            raise FarspanError("needles are hidden in no length at all; ask for one or more")
         if min(self.lengths) < SHORTEST:
             raise FarspanError(f"needles take {SHORTEST} tokens, and {min(self.lengths)} are asked for; ask for more")
         for task in self.tasks:

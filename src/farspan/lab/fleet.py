@@ -23,7 +23,9 @@ from torch.nn import functional as F
 
 from farspan.attention import seam
 from farspan.attention.scales import Scales
+from farspan.errors import FarspanError
 from farspan.memory import in_pieces
+from farspan.model.config import SLIDING
 from farspan.model.positions import PlacedBias
 from farspan.model.transformer import FarspanForCausalLM, FarspanModel
 
@@ -81,6 +83,12 @@ class Fleet:
     """
 
     def __init__(self, models: Sequence[FarspanForCausalLM], device: str | torch.device = "cpu"):
+        config = models[0].config
+        if SLIDING in config.layer_types or config.num_key_value_heads != config.num_attention_heads:
+            raise FarspanError(
+                "layers of a fleet see all that came before, with keys for every head; train models with windows or "
+                "shared keys by `farspan pretrain`"
+            )
         self.network = network = seam.install(copy.deepcopy(models[0])).to(device)
         self.device = network.device
         tables = {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, nn.Embedding)}

@@ -307,8 +307,8 @@ def train(
 ) -> np.ndarray:
     """Train each model of the fleet on its own rows, at its own learning rate and in its seed's order.
 
-    Returns the loss [looks, M] in nats at a hundred moments of the run; one that is no number tells of a model that
-    diverged, which harms no other.
+    Returns the loss [looks, M] in nats at a hundred moments of the run or more, the last step among them; one that is
+    no number tells of a model that diverged, which harms no other.
     """
     fleet.network.train()
     torch.manual_seed(seeds[0])  # of dropout alone
@@ -327,7 +327,7 @@ def train(
         lesson.chance.copy_(block[number % BLOCK])
         torch.mul(full, plan.rate(number), out=lesson.state.rates)
         losses = step()
-        if (number + 1) % look == 0:
+        if (number + 1) % look == 0 or number + 1 == plan.steps:
             seen.append(losses.float().cpu().numpy())
             well = seen[-1][np.isfinite(seen[-1])]
             listen(number + 1, float(well.mean()) if len(well) else math.nan)

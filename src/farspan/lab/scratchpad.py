@@ -103,10 +103,10 @@ def steps(task: str, question: str) -> Iterator[Step]:
 
 def _execute(machine: Machine, shown: Step, remaining: Words, variables: Words) -> Step:
     """One step: what is shown is believed, what is not is computed."""
-    taken = shown.get("i") or machine.take(remaining, variables)
-    computation = shown.get("c") or machine.compute(taken, variables)
-    output = shown.get("o") or machine.conclude(computation)
-    after = shown.get("v") or machine.update(variables, computation, output)
+    taken = shown["i"] if "i" in shown else machine.take(remaining, variables)
+    computation = shown["c"] if "c" in shown else machine.compute(taken, variables)
+    output = shown["o"] if "o" in shown else machine.conclude(computation)
+    after = shown["v"] if "v" in shown else machine.update(variables, computation, output)
     left = shown["r"] if "r" in shown else machine.rest(remaining, taken, output)
     return {"i": taken, "c": computation, "o": output, "v": after, "r": left}
 

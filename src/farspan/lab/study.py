@@ -11,11 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from farspan.cells import key_of
 from farspan.errors import FarspanError, nearest
 from farspan.lab.fleet import Fleet, Rows, tells, wide
 from farspan.lab.lesson import Plan
@@ -115,6 +117,11 @@ class Study:
         for encoding in self.encodings:
             if encoding not in ENCODINGS:
                 raise FarspanError(f"encoding {encoding!r} is unknown; {nearest(encoding, ENCODINGS)}")
+        for (size, shape), encoding in itertools.product(self.sizes.items(), self.encodings):
+            try:
+                config_of(shape, encoding, Words(), 8, 8)
+            except FarspanError as error:
+                raise FarspanError(f"sizes.{size} cannot be built with {encoding}: {error}") from None
         for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
             find_task(task)
             parse_parts(scratchpad, task)
@@ -195,7 +202,14 @@ def describe(study: Study, cell: Cell) -> dict[str, Any]:
         "test_lengths": test,
         "examples": [study.train_examples, study.test_examples, study.data_seed],
         "scales": study.scales,
+        "words": _vocabulary(),
     }
+
+
+@cache
+def _vocabulary() -> str:
+    """The words of all tasks, hashed: with them the table that a model begins from changes."""
+    return key_of({"words": Words().table})
 
 
 # Data.

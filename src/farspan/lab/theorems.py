@@ -270,6 +270,7 @@ def _ridge(total: Tensor, ridge: float) -> Tensor:
     count = total[-2, -2]
     mean, level = total[inputs, -2] / count, total[output, -2] / count
     covariance = total[inputs, inputs] / count - torch.outer(mean, mean)
-    penalty = ridge * covariance.diagonal().clamp(min=1e-12)  # a coordinate that never moves gets no weight
+    # A coordinate that never moves gets no weight: what is left of its variance is rounding, and grows with its mean.
+    penalty = ridge * covariance.diagonal().clamp(min=0) + 1e-12 * (1 + mean.square())
     slope = torch.linalg.solve(covariance + penalty.diag(), total[inputs, output] / count - mean * level)
     return torch.cat([slope, (level - mean @ slope)[None]])

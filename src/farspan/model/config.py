@@ -115,6 +115,10 @@ class FarspanConfig(PreTrainedConfig):
                 f"t5_buckets is {self.t5_buckets} and t5_max_distance is {self.t5_max_distance}; "
                 "give 2 buckets or more, and a distance of more than half as many"
             )
+        if self.hidden_size % 2 and "sinusoidal" in _listed(self.position):
+            raise FarspanError(
+                f"sinusoidal positions come in pairs, and hidden_size is {self.hidden_size}; choose an even one"
+            )
         if self.mlp not in ("swiglu", "relu"):
             raise FarspanError(f"mlp {self.mlp!r} is unknown; choose swiglu or relu")
 

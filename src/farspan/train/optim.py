@@ -39,9 +39,12 @@ class Optimization:
             raise FarspanError(f"optimizer {self.optimizer!r} is unknown; choose {' or '.join(OPTIMIZERS)}")
         if self.schedule not in SHAPES:
             raise FarspanError(f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SHAPES)}")
-        for name in ("decay", "floor", "beta1", "beta2"):
+        for name in ("decay", "floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise FarspanError(f"{name} is {getattr(self, name):g}; choose it from 0 to 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise FarspanError(f"{name} is {getattr(self, name):g}; choose it from 0 to below 1")
         for name in ("lr", "matrix_lr", "weight_decay", "warmup", "clip"):
             if getattr(self, name) < 0:
                 raise FarspanError(f"{name} is {getattr(self, name):g}; it cannot be less than 0")

@@ -140,7 +140,7 @@ class Pretraining:
 FREE = (
     *("title", "data.folder", "data.cache", "data.processes"),
     *("train.micro_batch", "train.save_every", "train.log_every", "train.compile", "train.parallel"),
-    *("train.checkpoint_layers", "train.tensorboard", "train.dtype"),
+    *("train.checkpoint_layers", "train.tensorboard"),
 )
 
 

@@ -106,7 +106,8 @@ def diagnose(
         check_source(source, position=position, trust_remote_code=trust_remote_code)
     found: list[Diagnosis] = []
     read: dict[str, Any] = {}
-    for source, name in zip(sources, model_names(sources), strict=True):
+
+    def look(source: str | Path, name: str) -> None:  # which holds one model at a time
         ready = progress(f"{name}: load and read", 2)
         options = {"position": position, "device": device, "trust_remote_code": trust_remote_code}
         model, tokenizer = load_for_text(source, **options)
@@ -119,6 +120,9 @@ def diagnose(
         for value in scales or (None,):
             label = name if value is None else f"{name} λ̂={value:g}"
             found.append(_diagnose_one(model, source, label, cut, value, length, usual, rule, progress))
+
+    for source, name in zip(sources, model_names(sources), strict=True):
+        look(source, name)
     if out is not None:
         settings = {
             "data": str(data),

@@ -120,18 +120,17 @@ def evaluate(
     )
     check_used(suite, scope)
     if vs is None and any(gate.relative for gate in gates):
-        vs, position = _base_of(source, position)
+        vs = _base_of(source)
     check_folder(out, "eval")
     _check_suite(out, suite)
-    if vs is not None:
-        check_source(vs, position=position, trust_remote_code=trust_remote_code)  # before the other one is measured
-
     place = device or state.device
 
-    def subject(name: str | Path) -> Subject:
-        return _subject(name, position=position, device=place, trust_remote_code=trust_remote_code)
+    def options(name: str | Path, other: str | Path | None) -> dict[str, Any]:
+        return {"position": position or _told_position(name, other), "trust_remote_code": trust_remote_code}
 
-    first = subject(source)
+    if vs is not None:
+        check_source(vs, **options(vs, source))  # before the other one is measured
+    first = _subject(source, device=place, **options(source, vs))
     scope = _resolved(first, chosen, scope)
     evaluations = [build(first, scope) for build in chosen.builds]
     # Perplexity's text may not reach as far as the model does, and what it leaves away the base leaves away too.
@@ -151,7 +150,7 @@ def evaluate(
     if vs is not None:
         tokens = first.identity["tokenizer"]
         del first, evaluations  # a GPU need not hold two models
-        second = subject(vs)
+        second = _subject(vs, device=place, **options(vs, source))
         _check_limit(second, (*scope.lengths, *scope.grid))
         others = [build(second, replace(scope, asked=True)) for build in chosen.builds]
         samples[second.name] = _measured(second, others, cells, progress)
@@ -236,20 +235,28 @@ def _digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _base_of(source: str | Path, position: str | None) -> tuple[str | Path, str | None]:
-    """The model that a patch folder is for, and how it is to be read."""
+def _base_of(source: str | Path) -> str | Path:
+    """The model that a patch folder is for."""
     folder = Path(source)
     if not is_patch(folder):
         raise FarspanError("a gate with x compares with another model; name it with --vs BASE")
-    patch = Patch.load(folder)
-    return folder / BASE if (folder / BASE).is_dir() else patch.name, position or patch.position
+    return folder / BASE if (folder / BASE).is_dir() else Patch.load(folder).name
+
+
+def _told_position(source: str | Path, other: str | Path | None) -> str | None:
+    """How a model is to be read that stands beside a patch of its own: as the patch tells, whatever its config says."""
+    patch = patch_in(other) if other is not None else None
+    if patch is None or other is None:
+        return None
+    places = [Path(located(each)).resolve() for each in (source, _base_of(other))]
+    return patch.position if places[0] == places[1] else None
 
 
 def saw_passkeys(source: str | Path) -> str:
     """Did a model see passkey documents in training, by its card: "yes", "no", or "unknown" where nothing tells."""
     folder = Path(source)
     if is_patch(folder):
-        return saw_passkeys(_base_of(source, None)[0])
+        return saw_passkeys(_base_of(source))
     card = Path(located(source)) / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     if NO_PASSKEYS in text:

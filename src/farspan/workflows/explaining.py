@@ -94,7 +94,8 @@ def compare(
     found = Compared(names, tokens, pairs, mass, ablations)
     if out is not None:
         read = {"task": task, "lengths": lengths} if task else {"data": data, "length": length}
-        _write_comparison(found, out, {"models": list(sources), **read, "windows": windows, "rule": rule})
+        settings = {"models": list(sources), **read, "windows": windows, "rule": rule, "device": device}
+        _write_comparison(found, out, settings)
     return found
 
 
@@ -182,12 +183,14 @@ def theorems(
     for source in sources:
         check_source(source)
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
-    readings = {}
-    for source, name in zip(sources, model_names(sources), strict=True):
+
+    def read(source: str, name: str) -> list[Reading]:  # of which one model is held at a time
         model, tokenizer = load_for_text(source, device=device)
         ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
         _check_finite(model, ids.split(1), name)
-        readings[name] = read_positions(model, ids)
+        return read_positions(model, ids)
+
+    readings = {name: read(source, name) for source, name in zip(sources, model_names(sources), strict=True)}
     if out is not None:
         with new_folder(out) as staging:
             style.save(laboratory.draw_theorem(proofs), staging / "theorems")
@@ -196,6 +199,6 @@ def theorems(
                 for proof in proofs
             }
             told = {name: [asdict(each) for each in found] for name, found in readings.items()}
-            settings = {"length": length, "models": list(sources), "data": data, "windows": windows}
+            settings = {"length": length, "models": list(sources), "data": data, "windows": windows, "device": device}
             write_record(staging / "record.json", "lab theorems", settings, {"theorems": errors, "readings": told})
     return Positions(proofs, readings)

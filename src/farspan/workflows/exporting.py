@@ -46,6 +46,8 @@ class Job:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     dtype: torch.dtype  # of the weights that are written
+    position: str | None = None
+    trust_remote_code: bool = False
 
     def folded(self) -> PreTrainedModel:
         """The model off the seam, with its scales in its weights."""
@@ -87,6 +89,8 @@ def export(
     *,
     dtype: str = "float32",
     device: str | None = None,
+    position: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write the patched model, or any model, as live, folded, stock, peft or gguf, and prove it.
 
@@ -106,8 +110,10 @@ def export(
         )
     check_free(Path(out))
     device, patch = chosen_device(device), patch_in(source)
-    model, tokenizer = load(source, dtype=torch.float32, device=device)
-    job = Job(Path(source), patch, model, tokenizer, DTYPES[dtype])
+    model, tokenizer = load(
+        source, dtype=torch.float32, device=device, position=position, trust_remote_code=trust_remote_code
+    )
+    job = Job(Path(source), patch, model, tokenizer, DTYPES[dtype], position, trust_remote_code)
     samples = _samples(job)
     expected = {where: logits(model, ids, keep=TOKENS) for where, ids in samples.items()}
     for where, found in expected.items():
@@ -140,7 +146,9 @@ def _live(job: Job, folder: Path) -> None:
     if job.patch is None:
         raise FarspanError(f"{job.source} holds no patch to keep live; it is a model already, so use --format stock")
     # Loaded once more, for the live model's own weights may be tuned ones, and in the precision it was kept in.
-    base, tokenizer = load_base(job.source, job.patch, dtype="auto")
+    base, tokenizer = load_base(
+        job.source, job.patch, dtype="auto", position=job.position, trust_remote_code=job.trust_remote_code
+    )
     write_live(base, job.patch.for_others(), tokenizer, folder)
 
 
@@ -186,7 +194,7 @@ def _gguf(job: Job, folder: Path) -> None:
 
 
 def _load(job: Job, folder: Path) -> Loaded:
-    return load(folder, dtype=torch.float32, device=job.model.device)
+    return load(folder, dtype=torch.float32, device=job.model.device, trust_remote_code=job.trust_remote_code)
 
 
 FORMATS = {

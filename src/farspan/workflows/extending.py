@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, forget_lengths
 from farspan.attention.probe import probe
-from farspan.data.documents import read_documents
+from farspan.data.documents import read_documents, share_text
 from farspan.data.passkey import Passkeys
 from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.diagnosis.curves import check_losses
@@ -234,8 +234,8 @@ def _splits(
             f"text is named {', '.join(data)}; give one corpus, or three as search=PATH, choose=PATH and report=PATH"
         )
     for one, other in combinations(lengths, 2):
-        if Path(data[one]).resolve() == Path(data[other]).resolve():
-            raise FarspanError(f"{one}={data[one]} and {other}={data[other]} are the same text; give three that differ")
+        if share_text(data[one], data[other]):
+            raise FarspanError(f"{one}={data[one]} and {other}={data[other]} share text; give three that do not")
     return {name: cut_windows(read_documents(data[name]), tokenizer, lengths[name], limits[name]) for name in lengths}
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +62,7 @@ from farspan.record import environment, write_record
 from farspan.report import laboratory as figures
 from farspan.report import style
 from farspan.report.study import markdown
+from farspan.signals import end_with_parent
 from farspan.train.pretrain import flops_per_token
 from farspan.workflows.pretraining import matrix_rate
 
@@ -116,15 +114,16 @@ def run(
     with _helped(min(study.processes, len(bench.lineup(keys))) - 1, study, out, device):
         bench.finish(keys)
     results = {cell: bench.cells.get(key) or {} for cell, key in keys.items()}
-    return _told(study, results, out)
+    return _told(study, results, out, device)
 
 
-def so_far(source: str, changes: Sequence[str], out: str | Path) -> Finished:
+def so_far(source: str, changes: Sequence[str], out: str | Path, say: Say = lambda text: None) -> Finished:
     """The same of what is finished; nothing is trained."""
     study, out = read_study(source, changes), Path(out)
     results = {}
-    for cell in cells_of(study) if (out / "cells").is_dir() else []:
-        if (result := Cells(out).get(key_of(describe(study, cell)))) is not None:
+    store = Cells(out, say=say) if (out / "cells").is_dir() else None
+    for cell in cells_of(study) if store else []:
+        if store and (result := store.get(key_of(describe(study, cell)))) is not None:
             results[cell] = result
     if not results:
         raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
@@ -156,20 +155,11 @@ def _helped(count: int, study: Study, out: Path, device: str) -> Iterator[None]:
 
 
 def _help(study: Study, out: Path, device: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears it too, and ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     keys = {cell: key_of(describe(study, cell)) for cell in cells_of(study)}
     bench = _Bench(study, Words(), device, _results(study, keys, out), out, silent, lambda text: None)
     bench.finish(keys)
-
-
-def _end_with_parent() -> None:
-    """A process that was killed cannot end its helpers."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 class _Kept(Cells):
@@ -314,7 +304,7 @@ def as_tokenizer(words: Words) -> PreTrainedTokenizerFast:
     )
 
 
-def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finished:
+def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path, device: str | None = None) -> Finished:
     """Tables, figure and record of a finished study."""
     found = entries(results)
     untrained = " (of learned positions, the rows for them are untrained)" if "learned" in study.encodings else ""
@@ -332,7 +322,7 @@ def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path) -> Finis
     write_record(
         out / "record.json",
         "lab run",
-        {"study": asdict(study)},
+        {"study": asdict(study), "device": device},
         {
             "learnt": learnt[0],
             "models": learnt[1],

@@ -94,7 +94,8 @@ def estimate(recipe: Pretraining) -> Estimate:
 
 def _megabytes(recipe: Pretraining) -> float | None:
     try:
-        files = [path for name in recipe.data.sources for path in find_files(recipe.data, name)]
+        used = [name for name, texts in recipe.data.sources.items() if texts.weight]
+        files = [path for name in used for path in find_files(recipe.data, name)]
     except FarspanError:
         return None
     parts = [part for path in files for part in ([path] if path.is_file() else path.rglob("*"))]
@@ -103,9 +104,10 @@ def _megabytes(recipe: Pretraining) -> float | None:
 
 def matrix_rate(narrow: bool, device: str) -> float:
     """FLOP/s of a large matrix product here and now."""
-    size = 8192 if device == "cuda" else 1024
+    on_gpu = torch.device(device).type == "cuda"
+    size = 8192 if on_gpu else 1024
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if narrow else torch.float32)
-    count = 20 if device == "cuda" else 3
+    count = 20 if on_gpu else 3
     (a @ a).sum().item()
     start = time.perf_counter()
     for _ in range(count):
@@ -150,7 +152,7 @@ def pretrain(
     loss = sum(entry["loss"] for entry in last) / len(last)
     weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     if processes().is_main_process:
-        command = " ".join(["farspan pretrain", source, *(each for each in overrides if _matters(each))])
+        command = " ".join(["farspan pretrain", Path(source).name, *(each for each in overrides if _matters(each))])
         if not (run / "model").exists():
             _write_model(run / "model", model.config, weights, prepared, recipe, metrics, command)
         results = {"steps": recipe.train.steps, "loss": loss, "data": prepared.read}

@@ -37,6 +37,7 @@ from farspan.recipe import to_toml
 from farspan.report.figures import Figure, best_scales, losses_of_methods
 from farspan.report.study import line_of, report
 from farspan.report.style import save
+from farspan.twins import is_twin, located
 from farspan.workflows.fitting import (
     BEYOND,
     fit_in_turn,
@@ -103,12 +104,14 @@ def reproduce(
     return _written(items, found, out)
 
 
-def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, Any]]:
+def so_far(
+    source: str, changes: list[str], out: str | Path, say: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Any]]:
     """The results that the folder of a study holds, and nothing more is measured."""
     study, out = read_study(source, changes), Path(out)
     items: list[Cell | Grid] = [*cells(study), *grids(study)]
     found: dict[Cell | Grid, dict[str, Any]] = {}
-    for result in _of_last_run(study, out):  # of two, the later one
+    for result in _of_last_run(study, out, say):  # of two, the later one
         kind = Grid if "checkpoint" in result else Cell
         found[kind(**{each.name: result[each.name] for each in fields(kind)})] = result
     if not any(item in found for item in cells(study)):
@@ -116,12 +119,14 @@ def so_far(source: str, changes: list[str], out: str | Path) -> list[dict[str, A
     return _written(items, found, out)
 
 
-def _of_last_run(study: Study, out: Path) -> list[dict[str, Any]]:
+def _of_last_run(study: Study, out: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """The results of this study in a folder, oldest first; those of another format or on other text than the last
     one are left away, for no table could hold both."""
     found = []
-    for file in sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime):
-        result = Cells(out).get(file.stem)
+    files = sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime)
+    store = Cells(out, say=say) if files else None
+    for file in files:
+        result = store.get(file.stem) if store else None
         told = read_json(file)["description"] if result is not None else {}
         if result is not None and told.get("settings") == _settings(study):
             found.append(((told.get("format"), told.get("texts")), result))
@@ -176,7 +181,7 @@ def _check_model(texts: Texts, name: str) -> None:
 
 def _trained(study: Study, name: str) -> Path | None:
     """Where a twin, or a model that was trained before, is found."""
-    if name.endswith("-twin"):
+    if is_twin(name):
         return Path(name)
     folder = Path(study.runs) / name / "model"
     return folder if folder.exists() else None
@@ -228,8 +233,7 @@ class Texts:
     def weights(self, folder: Path) -> list[str]:
         """What the weights of a model are known by; it is not trained again while a study runs."""
         if folder not in self._weights:
-            files = weight_files(folder) if folder.is_dir() else []
-            self._weights[folder] = [sha256_of(file) for file in files] or [str(folder)]
+            self._weights[folder] = [sha256_of(file) for file in weight_files(Path(located(folder)))]
         return self._weights[folder]
 
     def check(self) -> None:

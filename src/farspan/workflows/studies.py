@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
+from farspan.data.documents import share_text
 from farspan.errors import FarspanError, nearest
 from farspan.methods.uniform import STEP
 from farspan.recipe import changed, load_recipe
+from farspan.train.checkpoint import name_of
 from farspan.train.corpus import data_folder
+from farspan.twins import is_twin
 from farspan.workflows.fitting import (
     METHODS,
     USES,
@@ -92,13 +96,11 @@ class Study:
 
     def _check_texts(self) -> None:
         """What was searched or chosen by is not reported on, and each text that is has a name of its own."""
-        places = [self.path(file).resolve() for file in self.files]
-        twice = [file for file, place in zip(self.files, places, strict=True) if places.count(place) > 1]
-        if twice:
-            raise FarspanError(
-                f"search, choose and report are to share no text, and {' and '.join(twice)} are one file; "
-                "name each once"
-            )
+        for one, other in combinations(self.files, 2):
+            if share_text(self.path(one), self.path(other)):
+                raise FarspanError(
+                    f"search, choose and report are to share no text, and {one} and {other} do; name each text once"
+                )
         names = [text_name(file) for file in self.report]
         if len(set(names)) < len(names):
             raise FarspanError(
@@ -145,8 +147,8 @@ def grids(study: Study) -> list[Grid]:
     """Those that the study asks for, at every checkpoint that is kept."""
     found = []
     for model in study.grids:
-        keep = () if model.endswith("-twin") else read_recipe(model).plan.keep
-        found += [Grid(model, f"step-{step:07d}") for step in keep] + [Grid(model, "model")]
+        keep = () if is_twin(model) else read_recipe(model).plan.keep
+        found += [Grid(model, name_of(step)) for step in keep] + [Grid(model, "model")]
     return found
 
 
