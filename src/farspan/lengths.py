@@ -14,11 +14,21 @@ def parse_lengths(text: str) -> list[int]:
         last = _length(high, text) if colon else first
         if last < first:
             raise FarspanError(f"lengths {text!r} run backwards; write them as {high}:{low}")
-        while first < last:
-            lengths.append(first)
-            first *= 2
-        lengths.append(last)
+        lengths += doublings(first, last)
     return sorted(set(lengths))
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """A length, what it comes to when doubled again and again, and the last.
+
+    >>> doublings(512, 3000)
+    [512, 1024, 2048, 3000]
+    """
+    found = []
+    while 0 < first < last:
+        found.append(first)
+        first *= 2
+    return [*found, last]
 
 
 def parse_length(text: str) -> int:

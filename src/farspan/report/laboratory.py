@@ -48,8 +48,10 @@ def accuracy_by_length(panels: Sequence[Panel]) -> Figure:
             axes.set_axis_off()
         figure.supylabel("exact match", fontsize=10)
         handles = [mpl.lines.Line2D([], [], color=colour, ls=dashes, lw=1.7) for colour, dashes in looks.values()]
-        title = "dotted: the longest length of training"
-        figure.legend(handles, names, loc="outside upper left", ncols=len(names), fontsize=9, title=title)
+        seeds = max(len(shares) for panel in panels for _, shares in panel.curves.values())
+        title = "dotted: the longest length of training" + f"; bands: the range of {seeds} seeds" * (seeds > 1)
+        place = {"loc": "outside upper left", "ncols": len(names), "alignment": "left"}
+        figure.legend(handles, names, title=title, fontsize=9, title_fontsize=9, **place)
     return figure
 
 

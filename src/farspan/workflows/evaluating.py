@@ -31,6 +31,7 @@ from farspan.evals.passkey import UNKNOWN, Beginning, Passkey, grid_lengths
 from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import read_json, write_text
+from farspan.lengths import doublings
 from farspan.loading import BASE, check_source, in_exact_numbers, is_patch, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
@@ -272,9 +273,7 @@ def _resolved(subject: Subject, suite: Suite, scope: Scope) -> Scope:
     lengths = grid = contexts = scope.lengths
     if not asked:
         length, reach = subject.train_length or 0, subject.reach or 0
-        last = max(2 * length, reach)
-        doubled = [length * 2**power for power in range(20) if length * 2**power < last]
-        lengths = _within(subject, (*doubled, last))
+        lengths = _within(subject, tuple(doublings(length, max(2 * length, reach))))
         furthest = min(2 * reach, subject.limit or 2 * reach)
         shortest = Passkeys(subject.tokenizer).shortest_of(SCORED)
         grid = _within(subject, grid_lengths(furthest, shortest, suite.grid))

@@ -26,6 +26,7 @@ from farspan.diagnosis.curves import check_losses
 from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_share
 from farspan.files import check_free, new_folder, write_text
+from farspan.lengths import doublings
 from farspan.loading import in_exact_numbers, is_patch, load_for_text
 from farspan.memory import out_of_memory
 from farspan.methods.job import Job, loss_by_position
@@ -268,9 +269,7 @@ def _worse(before: Mapping[str, float], after: Mapping[str, float], to: int) -> 
 
 def marks(job: Job) -> list[int]:
     """Half the training length, that length, and its doublings up to the target."""
-    length = job.train_length
-    doubled = [length * 2**power for power in range(20) if length * 2**power < job.target]
-    return [length // 2, *doubled, job.target]
+    return [job.train_length // 2, *doublings(job.train_length, job.target)]
 
 
 def _prove(folder: Path, fitted: PreTrainedModel, base: PreTrainedModel, tokens: Tensor) -> tuple[float, float]:

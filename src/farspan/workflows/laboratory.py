@@ -335,13 +335,14 @@ def _told(study: Study, results: dict[Cell, dict[str, Any]], out: Path, device: 
 
 def _panels(study: Study, found: Sequence[Entry]) -> list[figures.Panel]:
     """What the figure shows: for each task, size and scratchpad every encoding's curves."""
-    panels: dict[tuple[str, str, str], dict[str, Any]] = {}
+    panels: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in found:
-        panels.setdefault((entry.task, entry.size, entry.scratchpad), {})[entry.encoding] = entry.curve()
+        panels.setdefault((entry.task, entry.size, entry.scratchpad), []).append(entry)
     shown = []
-    for (task, size, scratchpad), curves in panels.items():
+    for (task, size, scratchpad), own in panels.items():
         more = [size] * (len(study.sizes) > 1) + [scratchpad] * (len(study.scratchpads) > 1)
-        title = ", ".join([task, *more])
+        title = ", ".join([task, *more]) + ("" if any(entry.learnt for entry in own) else " (not learnt)")
+        curves = {entry.encoding: entry.curve() for entry in own}
         shown.append(figures.Panel(title, study.ranges(task)[0][1], find_task(task).counts, curves))
     return shown
 
