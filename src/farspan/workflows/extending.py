@@ -130,35 +130,41 @@ def extend(
     )
     report = splits["report"].ids
     with _searching(job, how, method):
-        before = _measured(model, tokenizer, report, job, how)
-        check_losses(model, torch.from_numpy(before[1]), str(source))
-        patch, why = fit_in_turn(model, job, how, names)
-        patch = _located(patch, source)
-        after = _measured(model, tokenizer, report, job, how)
-        if not np.isfinite(after[1]).all():
-            raise FarspanError(
-                f"{source} by {patch.method} has losses that are no numbers; choose another method, or a smaller "
-                "learning rate"
-            )
-        found = Extended(
-            patch,
-            out,
-            before=before[0],
-            after=after[0],
-            curves={"before": before[1], "after": after[1]},
-            proof=math.nan,
-            effect=math.nan,
-            notes=(*notes, *why, *_worse(before[0], after[0], to)),
-        )
+        found = _fitted(model, tokenizer, report, job, how, names, out)
+        found = replace(found, patch=_located(found.patch, source), notes=(*notes, *found.notes))
         if state.is_main_process:
             with new_folder(out) as new:
-                patch.write_into(new)
+                found.patch.write_into(new)
                 write_text(new / "recipe.toml", to_toml(how))
                 proof, effect = _prove(new, model, fresh()[0], report[:1])
                 found = replace(found, proof=proof, effect=effect)
                 _record(new, found, job, how, method, splits, model.device.type)
         state.wait_for_everyone()
     return found
+
+
+def _fitted(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    report: Tensor,
+    job: Job,
+    how: Extension,
+    names: list[str],
+    out: Path,
+) -> Extended:
+    """What the methods find, measured before and after; the model ends up patched, and nothing is proven yet."""
+    before, curve = _measured(model, tokenizer, report, job, how)
+    check_losses(model, torch.from_numpy(curve), job.name)
+    patch, why = fit_in_turn(model, job, how, names)
+    after, patched = _measured(model, tokenizer, report, job, how)
+    if not np.isfinite(patched).all():
+        raise FarspanError(
+            f"{job.name} by {patch.method} has losses that are no numbers; choose another method, or a smaller "
+            "learning rate"
+        )
+    notes = (*why, *_worse(before, after, job.target))
+    curves = {"before": curve, "after": patched}
+    return Extended(patch, out, before, after, curves, proof=math.nan, effect=math.nan, notes=notes)
 
 
 def _located(patch: Patch, source: str | Path) -> Patch:
