@@ -225,6 +225,14 @@ def test_a_scale_that_fails_inside_the_training_length_leaves_no_trend():
         assert found.loss_knee is None, "the definition of a knee stays"
 
 
+def test_a_loss_that_noise_hides_is_not_said_to_keep_its_trend():
+    (found,) = farspan.diagnose("rope-twin", windows=1)
+    assert found.loss_knee is None
+    assert "above its trend at 1,024 tokens, but one window is too noisy to say where it leaves it" in found.verdict
+    assert "keep" not in found.verdict
+    assert "too noisy" not in judged(None, without_positions=True).verdict
+
+
 def test_the_twin_under_a_scale_too_small_fails_inside():
     low, high = farspan.diagnose("nope-twin", lengths=[640], windows=2, scales=[0.7, 1.1])
     assert "already fails inside its training length" in low.verdict

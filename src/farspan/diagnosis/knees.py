@@ -26,6 +26,7 @@ class Rule:
     trend_from: float = 1 / 4  # the trend is fitted between this part of the training length and all of it
     head_margin: float = 0.25  # a head is distracted when its last eighth lies so many nats above its own trend
     inside_margin: float = 1.0  # nats above the loss without a scale, at the end of the training length: it fails
+    doubt: float = 0.5  # nats above its trend over the last eighth: a loss without a knee is not said to keep it
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ def find_knee(positions: np.ndarray, values: np.ndarray, train_length: int, rule
     if short and np.isfinite(values[-1]):
         return None  # too short a stretch to say that it stays there; what is not finite does not come from noise
     return round(float(positions[first]))
+
+
+def above_at_the_end(positions: np.ndarray, values: np.ndarray, train_length: int, rule: Rule, rising: bool) -> float:
+    """How far a curve lies above its trend over the last eighth of positions, in its mean, whether noise or not."""
+    last = positions > positions[-1] * 7 / 8
+    return float((values - fit_trend(positions, values, train_length, rule, rising).at(positions))[last].mean())
 
 
 def distracted_heads(

@@ -17,7 +17,7 @@ from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.diagnosis.curves import Curves, check_losses, measure
-from farspan.diagnosis.knees import Rule, distracted_heads, find_knee, smooth, suggest_scale
+from farspan.diagnosis.knees import Rule, above_at_the_end, distracted_heads, find_knee, smooth, suggest_scale
 from farspan.errors import FarspanError, first_line
 from farspan.files import check_free, new_folder
 from farspan.loading import check_source, chosen_device, load_config, load_for_text, patch_in
@@ -310,6 +310,7 @@ def judge(
         heads=heads,
         suggested_scale=suggested,
         verdict=_failure_inside(curves, train_length, rule, usual)
+        or _doubt(curves, train_length, rule, loss_knee)
         or _verdict(
             train_length, curves.length, loss_knee, entropy_knee, coincide, f"{len(distracted)} of {heads}", start, mend
         ),
@@ -328,6 +329,18 @@ def _failure_inside(curves: Curves, train_length: int, rule: Rule, usual: float 
     return (
         "Under this scale the model already fails inside its training length, so there is no trend to leave: its loss "
         f"before {train_length:,} tokens is {loss:.2f}, and {usual:.2f} without the scale."
+    )
+
+
+def _doubt(curves: Curves, train_length: int, rule: Rule, loss_knee: int | None) -> str:
+    """That a loss ends far above its trend and noise does not let us say that it left it; empty where it does not."""
+    above = above_at_the_end(curves.positions, curves.loss, train_length, rule, rising=False)
+    if loss_knee is not None or above <= rule.doubt:
+        return ""
+    read = "one window is" if curves.windows == 1 else f"{curves.windows} windows are"
+    return (
+        f"Loss ends {above:.2f} nats above its trend at {curves.length:,} tokens, but {read} too noisy to say where it "
+        "leaves it; read more of them with --windows, or longer ones."
     )
 
 
