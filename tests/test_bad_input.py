@@ -409,6 +409,36 @@ def test_text_that_the_hub_cannot_give_is_said_so_quickly(monkeypatch):
         read_documents("no-such-owner/no-such-data")
 
 
+def test_a_data_set_without_text_is_a_sentence(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *given, **options: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: [{"content": "x"}])
+    with pytest.raises(FarspanError, match=r'owner/name has no column "text" \(it has \[.content.\]\)'):
+        list(read_documents("owner/name"))
+
+
+@pytest.mark.parametrize(
+    ("command", "verb"),
+    [
+        ("extend nope-twin --to 1024 -o NEW", "extending.extend"),
+        ("eval nope-twin -o NEW", "evaluating.evaluate"),
+        ("pretrain twin-nope -o NEW", "pretraining.pretrain"),
+        ("reproduce extend-small -o NEW", "reproduce.reproduce"),
+        ("lab run lab-tiny -o NEW", "laboratory.run"),
+    ],
+)
+def test_a_command_that_is_interrupted_says_how_to_go_on(command, verb, tmp_path, capsys, monkeypatch):
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"farspan.workflows.{verb}", interrupted)
+    words = command.replace("NEW", str(tmp_path / "new")).split()
+    status, said = refusal(capsys, monkeypatch, *words)
+    assert status == 75
+    assert said.startswith("error stopped by Ctrl-C; ")
+    assert said.endswith("so give the same command again to go on\n")
+
+
 def test_a_folder_around_a_checkpoint_names_it(damaged: Path, capsys, monkeypatch):
     (damaged / "around").mkdir()
     (damaged / "whole").rename(damaged / "around" / "model")

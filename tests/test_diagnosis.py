@@ -357,6 +357,13 @@ def test_lengths_that_nobody_asked_for_reach_twice_as_far_as_training():
     assert found.curves.positions[-1] == pytest.approx(1024, abs=8)
 
 
+def test_a_span_narrower_than_a_bin_is_told_by_the_nearest():
+    curves = Curves(np.array([8.0, 24.0, 40.0]), np.array([3.0, 2.0, 1.0]), {}, windows=1, length=48, every=1)
+    assert curves.loss_at(4, 4) == 3.0
+    assert curves.loss_at(34, 2) == 1.0
+    assert curves.loss_at(40, 32) == 1.5
+
+
 def test_one_grammar_for_lengths_and_ranges():
     assert parse_lengths("512,1024") == [512, 1024]
     assert parse_lengths("512:4096") == [512, 1024, 2048, 4096]

@@ -156,12 +156,14 @@ def test_a_study_shows_what_is_finished(done, tmp_path):
     assert so_far(source, [], out).learnt[1] <= 5
     assert 0 < (whole := len(json.loads((out / "record.json").read_text())["cells"])) <= 5
     said: list[str] = []
-    broken = key_of(describe(read_study(source), cells_of(read_study(source))[0]))
-    (out / "cells" / f"{broken}.json").write_text("{")
+    files = [
+        out / "cells" / f"{key_of(describe(read_study(source), cell))}.json" for cell in cells_of(read_study(source))
+    ]
+    next(file for file in files if file.exists()).write_text("{")
     so_far(source, [], out, said.append)
     assert len(said) == 1
     assert "is set aside as" in said[0]
-    assert len(json.loads((out / "record.json").read_text())["cells"]) in (whole, whole - 1)
+    assert len(json.loads((out / "record.json").read_text())["cells"]) == whole - 1
 
 
 def test_a_saved_model_is_a_model_like_any_other(done):

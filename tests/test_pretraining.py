@@ -213,12 +213,14 @@ def test_a_source_of_weight_zero_is_left_out(tiny):
     changes = ["data.sources.absent.files=nowhere.txt", "data.sources.absent.weight=0"]
     recipe = read_recipe(str(tiny), changes)
     assert list(corpus.prepare(recipe.data, 200, 0).read) == ["docs"]
+    assert estimate(recipe).files_mb == pytest.approx(0.04, abs=0.01), "what is left out need not be there"
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         (["data.sources.docs.weight=-1"], "data.sources.docs.weight is -1; give a number of 0 or more"),
+        (["beta2=1"], "beta2 is 1; choose it from 0 to below 1"),
         (["data.sources.docs.weight=0"], "the weight of every source in data.sources is 0"),
         (["model.heads=7"], "model.heads is 7 and no divisor of model.width, 32; choose one"),
         (["model.heads=4", "model.kv_heads=3"], "model.kv_heads is 3 and no divisor of model.heads, 4; choose one"),

@@ -37,6 +37,16 @@ def test_every_setting_is_read_back_and_executed_to_the_answer(name):
                 assert run(name, example.input, example.target) == before.target
 
 
+def test_what_is_shown_is_believed_even_if_it_is_nothing():
+    """Where the output of a step is blank it is not worked out: a sum has no digits then, a sorted list no next word."""
+    blank = " ".join(4 * ["<step> <output>"]) + " The answer is 1 ."
+    (example,) = draw(TASKS["addition"], (4, 4), 1, seed=0)
+    assert run("addition", example.input, blank) == "The answer is ."
+    (example,) = draw(TASKS["sorting"], (4, 4), 1, seed=0)
+    with pytest.raises(FarspanError, match="step 1 of this sorting scratchpad cannot be executed"):
+        run("sorting", example.input, blank)
+
+
 def test_the_steps_of_an_addition():
     text = spell("addition", "Compute 5 3 + 7 ?", "The answer is 6 0 .", "icovr")
     assert text == (

@@ -156,6 +156,7 @@ def extend(
     """Make the context longer: fit a method, prove on a fresh model that it took effect, show the gain."""
     from farspan.lengths import parse_length
     from farspan.progress import bars
+    from farspan.workflows.extending import DEFAULT_TEXT
     from farspan.workflows.extending import extend as fit
     from farspan.workflows.fitting import read_extension
 
@@ -166,7 +167,7 @@ def extend(
             target,
             out,
             method,
-            data=parse_data(data or []),
+            data=parse_data(data) if data else DEFAULT_TEXT,
             recipe=how,
             train_length=train_length,
             position=position,
@@ -185,8 +186,6 @@ def extend(
 def parse_data(words: Sequence[str]) -> str | dict[str, str]:
     """--data PATH, or --data NAME=PATH several times."""
     named = dict(word.split("=", 1) for word in words if "=" in word)
-    if not words:
-        return "python-docs/search"
     if len(words) == 1 and (not named or Path(words[0]).exists()):
         return words[0]
     names = [word.partition("=")[0] for word in words if "=" in word]

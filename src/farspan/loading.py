@@ -339,7 +339,7 @@ def _load_patched(folder: Path, *, dtype: torch.dtype | str | None = None, **opt
         return Loaded(model, tokenizer)
     except OtherModelError as error:
         raise FarspanError(
-            f"the patch in {folder} names {_base_source(folder, patch)} as its base, and what lies there is another "
+            f"the patch in {folder} names {base_source(folder, patch)} as its base, and what lies there is another "
             f"model ({str(error).partition(';')[0]}); put its own base model into {folder / BASE}, or name the place "
             f"of that in {folder / 'patch.json'}"
         ) from None
@@ -356,7 +356,7 @@ def load_base(folder: Path, patch: Patch, *, position: str | None = None, **opti
 @contextlib.contextmanager
 def _base_of(folder: Path, patch: Patch) -> Iterator[str]:
     """What a patch folder has as its base, for a block that needs it to be there."""
-    source = _base_source(folder, patch)
+    source = base_source(folder, patch)
     if not source or is_patch(source):
         raise FarspanError(
             f"{folder} names {source or 'nothing'!r} as the model it patches; load its base model and use Patch.apply"
@@ -370,7 +370,8 @@ def _base_of(folder: Path, patch: Patch) -> Iterator[str]:
         ) from None
 
 
-def _base_source(folder: Path, patch: Patch) -> str:
+def base_source(folder: Path, patch: Patch) -> str:
+    """Where the model of a patch folder lies: inside it, or where the patch says."""
     return str(folder / BASE) if (folder / BASE).is_dir() else patch.name
 
 

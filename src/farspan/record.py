@@ -27,8 +27,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = place.type == "cuda" and torch.cuda.is_available()
-    name = torch.cuda.get_device_name(place) if on_gpu else platform.machine()
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else platform.machine()
     return {"farspan": __version__, "python": platform.python_version(), "device": name, "packages": found}
 
 

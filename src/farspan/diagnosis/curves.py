@@ -37,8 +37,8 @@ class Curves:
     def loss_at(self, length: int, span: int) -> float:
         """Mean loss over the `span` positions before a length."""
         near = (self.positions > length - span) & (self.positions <= length)
-        if not near.any():  # the span is narrower than a bin
-            near = np.abs(self.positions - length) == np.abs(self.positions - length).min()
+        if not near.any():  # the span is narrower than a bin: the nearest one stands for it
+            near[np.abs(self.positions - length).argmin()] = True
         return float(self.loss[near].mean())
 
 

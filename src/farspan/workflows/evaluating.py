@@ -32,7 +32,7 @@ from farspan.evals.perplexity import MODES, Perplexity
 from farspan.evals.scores import Cell, Eval, Sample, Score
 from farspan.files import read_json, write_text
 from farspan.lengths import doublings
-from farspan.loading import BASE, check_source, in_exact_numbers, is_patch, load_for_text, patch_in
+from farspan.loading import base_source, check_source, in_exact_numbers, load_for_text, patch_in
 from farspan.memory import out_of_memory
 from farspan.model.fast import compiled_layers
 from farspan.model.loss import ending_logits
@@ -121,7 +121,9 @@ def evaluate(
     )
     check_used(suite, scope)
     if vs is None and any(gate.relative for gate in gates):
-        vs = _base_of(source)
+        if (patch := patch_in(source)) is None:
+            raise FarspanError("a gate with x compares with another model; name it with --vs BASE")
+        vs = base_source(Path(source), patch)
     check_folder(out, "eval")
     _check_suite(out, suite)
     place = device or state.device
@@ -236,28 +238,19 @@ def _digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _base_of(source: str | Path) -> str | Path:
-    """The model that a patch folder is for."""
-    folder = Path(source)
-    if not is_patch(folder):
-        raise FarspanError("a gate with x compares with another model; name it with --vs BASE")
-    return folder / BASE if (folder / BASE).is_dir() else Patch.load(folder).name
-
-
 def _told_position(source: str | Path, other: str | Path | None) -> str | None:
     """How a model is to be read that stands beside a patch of its own: as the patch tells, whatever its config says."""
-    patch = patch_in(other) if other is not None else None
-    if patch is None or other is None:
+    if other is None or (patch := patch_in(other)) is None:
         return None
-    places = [Path(located(each)).resolve() for each in (source, _base_of(other))]
+    places = [Path(located(each)).resolve() for each in (source, base_source(Path(other), patch))]
     return patch.position if places[0] == places[1] else None
 
 
 def saw_passkeys(source: str | Path) -> str:
     """Did a model see passkey documents in training, by its card: "yes", "no", or "unknown" where nothing tells."""
     folder = Path(source)
-    if is_patch(folder):
-        return saw_passkeys(_base_of(source))
+    if (patch := patch_in(folder)) is not None:
+        return saw_passkeys(base_source(folder, patch))
     card = Path(located(source)) / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     if NO_PASSKEYS in text:

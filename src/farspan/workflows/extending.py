@@ -52,6 +52,7 @@ from farspan.workflows.fitting import (
 from farspan.workflows.inspection import longest
 from farspan.workflows.inspection import train_length as trained_on
 
+DEFAULT_TEXT = "python-docs/search"  # what `farspan eval` scores is the rest of it
 PROVEN = 256  # positions at the end of a window, where every method does something
 
 
@@ -75,7 +76,7 @@ def extend(
     out: str | Path,
     method: str = "auto",
     *,
-    data: str | Path | Mapping[str, str | Path] = "python-docs/search",
+    data: str | Path | Mapping[str, str | Path] = DEFAULT_TEXT,
     recipe: Extension | None = None,
     train_length: int | None = None,
     position: str | None = None,

@@ -121,10 +121,10 @@ def so_far(source: str, changes: Sequence[str], out: str | Path, say: Say = lamb
     """The same of what is finished; nothing is trained."""
     study, out = read_study(source, changes), Path(out)
     results = {}
-    store = Cells(out, say=say) if (out / "cells").is_dir() else None
-    for cell in cells_of(study) if store else []:
-        if store and (result := store.get(key_of(describe(study, cell)))) is not None:
-            results[cell] = result
+    if (out / "cells").is_dir():  # which asking for cells would make
+        store = Cells(out, say=say)
+        found = {cell: store.get(key_of(describe(study, cell))) for cell in cells_of(study)}
+        results = {cell: result for cell, result in found.items() if result is not None}
     if not results:
         raise FarspanError(f"{out} holds no result of this study; run it first, or name its folder with -o")
     return _told(study, results, out)

@@ -124,9 +124,11 @@ def _of_last_run(study: Study, out: Path, say: Callable[[str], None]) -> list[di
     one are left away, for no table could hold both."""
     found = []
     files = sorted(out.glob("cells/*.json"), key=lambda file: file.stat().st_mtime)
-    store = Cells(out, say=say) if files else None
+    if not files:
+        return []
+    store = Cells(out, say=say)
     for file in files:
-        result = store.get(file.stem) if store else None
+        result = store.get(file.stem)
         told = read_json(file)["description"] if result is not None else {}
         if result is not None and told.get("settings") == _settings(study):
             found.append(((told.get("format"), told.get("texts")), result))
