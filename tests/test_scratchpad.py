@@ -38,7 +38,7 @@ def test_every_setting_is_read_back_and_executed_to_the_answer(name):
 
 
 def test_what_is_shown_is_believed_even_if_it_is_nothing():
-    """Where the output of a step is blank it is not worked out: a sum has no digits then, a sorted list no next word."""
+    """Where the output of a step is blank it is not worked out: a sum has no digits then, a list no next word."""
     blank = " ".join(4 * ["<step> <output>"]) + " The answer is 1 ."
     (example,) = draw(TASKS["addition"], (4, 4), 1, seed=0)
     assert run("addition", example.input, blank) == "The answer is ."
