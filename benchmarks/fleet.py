@@ -26,14 +26,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from farspan.lab.fleet import Fleet, Rows
-from farspan.lab.lesson import Lesson, Plan, Recorded
+from farspan.lab.fleet_training import FleetPlan, FleetTrainer, GraphedFleetTrainer
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.model.fast import compile_layers, quick_attention
-from farspan.train.optim import Optimization, optimizers
-from farspan.train.steps import RecordedSteps, Steps, Work, on_stream
+from farspan.model.compile import compile_layers, prefer_cudnn
+from farspan.train.optim import OptimizerConfig, make_optimizers
+from farspan.train.steps import EagerSteps, GraphedSteps, TrainingTask, on_stream
 
-LARGE = dict(vocab_size=704, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6)
-SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+LARGE = dict(
+    vocab_size=704,
+    hidden_size=384,
+    intermediate_size=1536,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+)
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+)
 RATE = 1e-3
 
 Step = Callable[[], None]  # every model takes one step
@@ -53,10 +61,12 @@ def rows(shape: dict, count: int, length: int) -> Rows:
 def fleet(shape: dict, position: str, models: int, data: Rows, batch: int, device: str) -> Step:
     stack = Fleet([build(shape, position, "cpu")] * models, device)
     stack.network.train()
-    lesson = Lesson(stack, [data] * models, Plan(steps=1000, batch=batch, buckets=1, optimizer="adamw"))
+    lesson = FleetTrainer(
+        stack, [data] * models, FleetPlan(steps=1000, batch=batch, buckets=1, optimizer="adamw")
+    )
     step: Callable[[], Tensor] = lesson
     if device == "cuda":
-        step = recorded = Recorded(lesson)
+        step = recorded = GraphedFleetTrainer(lesson)
         with on_stream(recorded.aside):
             lesson.compile()
     lesson.state.rates.fill_(RATE)
@@ -79,24 +89,32 @@ class Asked(nn.Module):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         asked = slice(ids.shape[1] // 2 - 1, None)
-        return F.cross_entropy(logits[:, asked].float().flatten(0, 1), ids[:, 1:][:, asked].flatten())
+        return F.cross_entropy(
+            logits[:, asked].float().flatten(0, 1), ids[:, 1:][:, asked].flatten()
+        )
 
 
-def one_by_one(way: str, shape: dict, position: str, models: int, data: Rows, batch: int, device: str) -> Step:
+def one_by_one(
+    way: str, shape: dict, position: str, models: int, data: Rows, batch: int, device: str
+) -> Step:
     """`models` of them in turn; their number does not change what each one takes."""
     steps, ids = [], data.ids.long().to(device)
     for _ in range(models):
         model = build(shape, position, device).train()
         if way != "eager" and device == "cuda":
             compile_layers(model)
-        how = Optimization(optimizer="adamw", lr=RATE)
+        how = OptimizerConfig(optimizer="adamw", lr=RATE)
         trained = dict(model.named_parameters())
-        work = Work(Asked(model, device), trained, optimizers(model, how), batches=lambda step: [])
-        steps.append((RecordedSteps if way == "recorded" and device == "cuda" else Steps)(work, 1.0))
+        work = TrainingTask(
+            Asked(model, device), trained, make_optimizers(model, how), batches=lambda step: []
+        )
+        steps.append(
+            (GraphedSteps if way == "recorded" and device == "cuda" else EagerSteps)(work, 1.0)
+        )
 
     def run() -> None:
         for step in steps:
-            with quick_attention():
+            with prefer_cudnn():
                 step.gradients([ids[torch.randint(len(ids), (batch,), device=device)]])
                 step.update()
 
@@ -117,7 +135,9 @@ def timed(step: Step, count: int, device: str) -> float:
 def measure(options: argparse.Namespace, shape: dict, position: str, device: str) -> list[dict]:
     data = rows(shape, 4096, options.length)
     alone = min(options.alone, options.models)
-    steps: dict[str, Step] = {"fleet": fleet(shape, position, options.models, data, options.batch, device)}
+    steps: dict[str, Step] = {
+        "fleet": fleet(shape, position, options.models, data, options.batch, device)
+    }
     for way in options.ways.split(","):
         steps[way] = one_by_one(way, shape, position, alone, data, options.batch, device)
     counts, started = {}, {}
@@ -155,17 +175,23 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=32, help="of the fleet")
     parser.add_argument("--alone", type=int, default=4, help="models that take turns one by one")
     parser.add_argument("--positions", default="none")
-    parser.add_argument("--ways", default="eager,compiled,recorded", help="what the fleet is compared with")
+    parser.add_argument(
+        "--ways", default="eager,compiled,recorded", help="what the fleet is compared with"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one way in one round")
-    parser.add_argument("--small", action="store_true", help="tiny models, to try the script without a GPU")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models, to try the script without a GPU"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if options.small else LARGE
-    print(f"{build(shape, 'none', 'cpu').num_parameters():,} parameters, {options.batch} × {options.length} tokens")
+    print(
+        f"{build(shape, 'none', 'cpu').num_parameters():,} parameters, {options.batch} × {options.length} tokens"
+    )
     print("  position       way  models  ms a model    tokens/s  fleet is faster  spread   start")
     table = []
     for position in options.positions.split(","):
@@ -182,7 +208,9 @@ def main() -> None:
         table += found
         if options.json:
             name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-            options.json.write_text(json.dumps({"torch": torch.__version__, "device": name, "rows": table}, indent=1))
+            options.json.write_text(
+                json.dumps({"torch": torch.__version__, "device": name, "rows": table}, indent=1)
+            )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python benchmarks/passes.py --small    # to try the script without a GPU
 
 A pass costs a GPU some time however small it is, and padding costs time too. `apart` is one pass for each quarter of
-the lengths, `whole` a single one as wide as the longest rows, `chosen` what `farspan.lab.lesson.shared` makes of it.
+the lengths, `whole` a single one as wide as the longest rows, `chosen` what `farspan.lab.fleet_training.shared_widths` makes of it.
 All three take turns in one process, with the examples, networks and optimizer of `farspan lab run lab-grid`.
 """
 
@@ -23,29 +23,39 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farspan.lab import lesson
+from farspan.lab import fleet_training
 from farspan.lab.fleet import Fleet, Rows
-from farspan.lab.lesson import Lesson, Plan, Recorded
-from farspan.lab.study import cells_of, fleet_of, fleets, material, plan_of
-from farspan.lab.words import Words
+from farspan.lab.fleet_training import FleetPlan, FleetTrainer, GraphedFleetTrainer
+from farspan.lab.study import fleet_plan, group_fleets, list_cells, make_fleet, make_task_data
+from farspan.lab.tokenizer import WordTokenizer
 from farspan.train.steps import on_stream
-from farspan.workflows.laboratory import read_study
+from farspan.workflows.lab import read_study
 
-TINY = ["sizes.small.width=16", "sizes.small.ff=32", "sizes.small.layers=1", "train_examples=200", "test_examples=20"]
-WAYS = {"apart": 0.0, "whole": 1e18, "chosen": lesson.PASS}
+TINY = [
+    "sizes.small.width=16",
+    "sizes.small.ff=32",
+    "sizes.small.layers=1",
+    "train_examples=200",
+    "test_examples=20",
+]
+WAYS = {"apart": 0.0, "whole": 1e18, "chosen": fleet_training.PASS}
 
 Step = Callable[[], Tensor]
 
 
-def prepared(fleet: Fleet, data: list[Rows], plan: Plan, cost: float) -> tuple[Step, list[int]]:
+def prepared(
+    fleet: Fleet, data: list[Rows], plan: FleetPlan, cost: float
+) -> tuple[Step, list[int]]:
     """A step of the fleet that is replayed on a GPU, and the widths of its passes."""
-    lesson.PASS, parts = cost, plan.batch // plan.buckets
-    own = Lesson(fleet, data, plan)
+    fleet_training.PASS, parts = cost, plan.batch // plan.buckets
+    own = FleetTrainer(fleet, data, plan)
     if fleet.device.type != "cuda":  # which has no use for padding; here it is tried all the same
-        own.buckets = lesson._buckets(data, plan.buckets, fleet.device, cost / fleet.weights.numel() / parts)
+        own.buckets = fleet_training._buckets(
+            data, plan.buckets, fleet.device, cost / fleet.weights.numel() / parts
+        )
     step: Step = own
     if fleet.device.type == "cuda":
-        step = recorded = Recorded(own)
+        step = recorded = GraphedFleetTrainer(own)
         with on_stream(recorded.aside):
             own.compile()
     own.state.rates.fill_(1e-4)
@@ -62,7 +72,9 @@ def timed(step: Step, count: int, device: str) -> float:
     return (time.perf_counter() - begun) / count
 
 
-def measure(fleet: Fleet, data: list[Rows], plan: Plan, options: argparse.Namespace) -> dict[str, dict]:
+def measure(
+    fleet: Fleet, data: list[Rows], plan: FleetPlan, options: argparse.Namespace
+) -> dict[str, dict]:
     device = fleet.device.type
     steps = {way: prepared(fleet, data, plan, cost) for way, cost in WAYS.items()}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -71,7 +83,10 @@ def measure(fleet: Fleet, data: list[Rows], plan: Plan, options: argparse.Namesp
     for number in range(options.rounds):
         for way in list(WAYS) if number % 2 == 0 else list(WAYS)[::-1]:
             times[way].append(timed(steps[way][0], options.steps, device))
-    return {way: {"widths": steps[way][1], "milliseconds": 1e3 * statistics.median(times[way])} for way in WAYS}
+    return {
+        way: {"widths": steps[way][1], "milliseconds": 1e3 * statistics.median(times[way])}
+        for way in WAYS
+    }
 
 
 def main() -> None:
@@ -80,24 +95,32 @@ def main() -> None:
     parser.add_argument("--tasks", default="", help="only fleets that have one of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="of one way in one round")
-    parser.add_argument("--small", action="store_true", help="tiny models, to try the script without a GPU")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models, to try the script without a GPU"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logging.disable(logging.WARNING)  # of tasks that have few examples
-    study, words = read_study("lab-grid", ["train_examples=4000", *(TINY if options.small else ())]), Words()
-    cells = [cell for cell in cells_of(study) if cell.encoding == options.encoding]
+    study, words = (
+        read_study("lab-grid", ["train_examples=4000", *(TINY if options.small else ())]),
+        WordTokenizer(),
+    )
+    cells = [cell for cell in list_cells(study) if cell.encoding == options.encoding]
     print("models  ms a step apart   whole  chosen  apart ÷ chosen  widths of its passes, tasks")
     table = []
     wanted = set(filter(None, options.tasks.split(","))) or set(study.tasks)
-    for group in fleets(study, cells, words, study.fleet):
+    for group in group_fleets(study, cells, words, study.fleet):
         if not wanted & {cell.task for cell in group}:
             continue
-        found = {task: material(study, task, "none", words) for task in {cell.task for cell in group}}
+        found = {
+            task: make_task_data(study, task, "none", words)
+            for task in {cell.task for cell in group}
+        }
         own = [found[cell.task] for cell in group]
-        fleet = fleet_of(study, group, own, words, device)
+        fleet = make_fleet(study, group, own, words, device)
         fleet.network.train()
-        told = measure(fleet, [each.train for each in own], plan_of(study, group[0]), options)
+        told = measure(fleet, [each.train for each in own], fleet_plan(study, group[0]), options)
         apart, whole, chosen = (told[way]["milliseconds"] for way in WAYS)
         widths = ", ".join(map(str, told["chosen"]["widths"]))
         print(
@@ -110,7 +133,9 @@ def main() -> None:
         gc.collect()
     if options.json:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        options.json.write_text(json.dumps({"torch": torch.__version__, "device": name, "rows": table}, indent=1))
+        options.json.write_text(
+            json.dumps({"torch": torch.__version__, "device": name, "rows": table}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The HeadScale search at paper A's size: how fast, in how much memory, and is its gradient right?
+"""Speed, memory and gradient accuracy of the HeadScale search at the size of Wang 2024.
 
     python benchmarks/search.py                 # the table of docs/performance.md
     python benchmarks/search.py --length 4096
-    python benchmarks/search.py --profile       # where a step of ours spends its time, on a GPU
+    python benchmarks/search.py --profile       # GPU time of one step by kind of kernel
 
-A 1.1B model without positions, random weights in bf16, batch 1, gradients to 704 scales alone. `ours` is the step that
-`farspan extend` takes: scales on the seam, frozen weights, compiled layers, no L×V logits, no checkpointing. `plain` is
-what one would write by hand: transformers' Llama on SDPA with gradient checkpointing, scales as parameters that
-multiply the output of each q_proj, the loss from its labels. Both take turns in one process; times are medians between
-synchronisations. The gradient is compared with float32 at a shorter length.
+A 1.1B model without positions, random weights in bf16, batch 1, gradients of 704 scales only.
+`ours` is the step that `farspan extend` takes: scales on the attention seam, frozen weights,
+compiled layers, no L×V logits, no checkpointing. `plain` is the obvious implementation:
+transformers' Llama on SDPA with gradient checkpointing, scales as parameters that multiply the
+output of each q_proj, and the loss from labels. Both alternate in one process; times are medians
+between synchronizations. The gradient is compared with float32 at a shorter length.
 """
 
 from __future__ import annotations
@@ -28,51 +29,63 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.attention import seam
 from farspan.attention.scales import Scales
-from farspan.methods.headscale import Scaled
+from farspan.methods.headscale import ScaledModel
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.model.fast import compile_layers
+from farspan.model.compile import compile_layers
 
 
-def ours(shape: dict, device: str, dtype: torch.dtype) -> tuple[Callable[[Tensor], None], nn.Parameter]:
+def ours(
+    shape: dict, device: str, dtype: torch.dtype
+) -> tuple[Callable[[Tensor], None], nn.Parameter]:
     torch.manual_seed(0)
     with torch.device(device):
-        # Rounded first: what is compared in two precisions has to be the same model.
-        model = FarspanForCausalLM(FarspanConfig(**shape, position="none")).bfloat16().to(dtype).eval()
+        # Rounded to bf16 first, so that both precisions have the same weights.
+        model = (
+            FarspanForCausalLM(FarspanConfig(**shape, position="none")).bfloat16().to(dtype).eval()
+        )
     model.requires_grad_(False)
-    scaled = Scaled(model, Scales.uniform(1.2, range(shape["num_hidden_layers"]), shape["num_attention_heads"]))
+    scaled = ScaledModel(
+        model, Scales.uniform(1.2, range(shape["num_hidden_layers"]), shape["num_attention_heads"])
+    )
     seam.install(model, scaled.scales)
     if device == "cuda" and dtype == torch.bfloat16:
         compile_layers(model)
     return lambda ids: scaled(ids).backward(), scaled.base
 
 
-def plain(shape: dict, device: str, dtype: torch.dtype) -> tuple[Callable[[Tensor], None], nn.Parameter]:
+def plain(
+    shape: dict, device: str, dtype: torch.dtype
+) -> tuple[Callable[[Tensor], None], nn.Parameter]:
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**shape)).to(dtype).train()  # checkpointing works in training mode alone
+        # Checkpointing needs training mode.
+        model = LlamaForCausalLM(LlamaConfig(**shape)).to(dtype).train()
     model.requires_grad_(False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    heads, width = shape["num_attention_heads"], shape["hidden_size"] // shape["num_attention_heads"]
+    heads = shape["num_attention_heads"]
+    width = shape["hidden_size"] // heads
     scales = nn.Parameter(torch.full((shape["num_hidden_layers"], heads), 1.2, device=device))
 
-    def scaling(row: int):
-        return lambda module, inputs, output: output * scales[row].repeat_interleave(width).to(output.dtype)
+    def scale_row(row: int):
+        return lambda module, inputs, output: (
+            output * scales[row].repeat_interleave(width).to(output.dtype)
+        )
 
     for row, layer in enumerate(model.model.layers):
-        layer.self_attn.q_proj.register_forward_hook(scaling(row))
+        layer.self_attn.q_proj.register_forward_hook(scale_row(row))
     return lambda ids: model(ids, labels=ids, use_cache=False).loss.backward(), scales
 
 
-def synchronise(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def timed(step: Callable[[Tensor], None], ids: Tensor, device: str) -> float:
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     step(ids)
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -110,62 +123,76 @@ KINDS = {
 
 
 def profiled(shape: dict, length: int) -> dict[str, float]:
-    """Milliseconds of one step on the GPU, by what its kernels do."""
+    """GPU milliseconds of one step, by kind of kernel."""
     ids = torch.randint(shape["vocab_size"], (1, length), device="cuda")
     step, _ = ours(shape, "cuda", torch.bfloat16)
     for _ in range(3):
         timed(step, ids, "cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         timed(step, ids, "cuda")
     spent = dict.fromkeys((*KINDS, "rest"), 0.0)
-    for event in found.key_averages():
+    for event in profile.key_averages():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             name = event.key.lower()
-            kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "rest")
+            kind = next(
+                (kind for kind, words in KINDS.items() if any(word in name for word in words)),
+                "rest",
+            )
             spent[kind] += event.self_device_time_total / 1e3
     return spent
 
 
 def gradient_cosine(shape: dict, length: int, device: str) -> float:
-    """Of the gradient in bf16 against float32, the same weights and tokens."""
+    """Cosine of the bf16 gradient to the float32 one, with the same weights and tokens."""
     ids = torch.randint(shape["vocab_size"], (1, length), device=device)
-    found = []
+    gradients = []
     for dtype in (torch.bfloat16, torch.float32):
         step, scales = ours(shape, device, dtype)
         step(ids)
-        found.append(scales.grad.double().flatten().cpu())
+        gradients.append(scales.grad.double().flatten().cpu())
         del step, scales
         gc.collect()
-    return float(torch.nn.functional.cosine_similarity(*found, dim=0))
+    return float(torch.nn.functional.cosine_similarity(*gradients, dim=0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=18_432)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--small", action="store_true", help="a few layers, to try the script without a GPU")
-    parser.add_argument("--profile", action="store_true", help="where a step spends its time, and nothing else")
+    parser.add_argument(
+        "--small", action="store_true", help="a few layers, to test the script without a GPU"
+    )
+    parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel only")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if options.small else SHAPE
     if options.profile:
         if device == "cpu":
-            parser.error("kernels are profiled on a GPU, and there is none")
+            parser.error("--profile needs a GPU, and none was found; run it on a machine with one")
         for kind, spent in profiled(shape, options.length).items():
             print(f"{kind:>16} {spent:>7.1f} ms")
         return
     rows = speed(shape, options.length, options.rounds, device)
-    print("         ms a step    tokens/s     GiB")
+    print("        ms / step    tokens/s     GiB")
     for row in rows:
-        print(f"{row['name']:>6} {row['milliseconds']:>11.1f} {row['tokens_per_second']:>11,.0f} {row['gib']:>7.1f}")
-    print(f"ours is {rows[0]['tokens_per_second'] / rows[1]['tokens_per_second']:.2f} times as fast", flush=True)
+        print(
+            f"{row['name']:>6} {row['milliseconds']:>11.1f} {row['tokens_per_second']:>11,.0f} "
+            f"{row['gib']:>7.1f}"
+        )
+    speedup = rows[0]["tokens_per_second"] / rows[1]["tokens_per_second"]
+    print(f"ours is {speedup:.2f} times as fast", flush=True)
     gc.collect()
     cosine = gradient_cosine(shape, min(options.length, 4096), device)
-    print(f"cosine of the bf16 gradient to float32's: {cosine:.5f}")
+    print(f"cosine of the bf16 gradient to the float32 one: {cosine:.5f}")
     if options.json:
-        facts = {"torch": torch.__version__, "length": options.length, "rows": rows, "cosine": cosine}
-        options.json.write_text(json.dumps(facts, indent=1))
+        results = {
+            "torch": torch.__version__,
+            "length": options.length,
+            "rows": rows,
+            "cosine": cosine,
+        }
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

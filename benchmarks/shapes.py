@@ -1,4 +1,4 @@
-"""Paper A's model in the words of a config, and a small one with which a benchmark is tried without a GPU."""
+"""Model shapes: Wang 2024's model, and a small one for trying a benchmark without a GPU."""
 
 from __future__ import annotations
 

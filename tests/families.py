@@ -1,7 +1,7 @@
-"""Tiny random models of every family that the laws are checked on, with what is known about each.
+"""Tiny random models of every supported family, with the properties that tests expect of each.
 
-Widths are small and patterns are real: each model has the layer kinds, norms, fusions and windows of its
-family, so that what holds here holds there.
+Only widths are small: each model has the layer types, norms, fused projections and windows of its
+family.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ SHAPE = dict(
 
 @dataclass(frozen=True)
 class Family:
+    """A model family: how to build a tiny model of it, and what farspan must measure in it."""
+
     name: str
     config: Callable[[], PreTrainedConfig]
-    positions: tuple[str, ...]  # of its attention layers, as they behave
-    folds: str | None  # the submodule that holds per-head scales; None: refused
-    refused: tuple[int, ...] = ()  # layers where the fold is refused although others fold
-    uniform: str | None = None  # where one scale a layer folds when per-head ones do not
+    positions: tuple[str, ...]  # the position encoding of each attention layer
+    folds: str | None  # the submodule into which per-head scales fold; None: refused
+    refused: tuple[int, ...] = ()  # layers whose scales cannot be folded
+    uniform: str | None = None  # the submodule into which one scale per layer folds
     attention: str = "sdpa"
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -49,15 +51,15 @@ class Family:
         else:
             model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
         for name, parameter in model.named_parameters():
-            # Fresh norms are all ones and fresh biases zero: draw them, or a fold could miss them unseen.
+            # New norms are all ones and new biases zero, which would hide an error in a fold.
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name and "wte" not in name:
-                parameter.data.mul_(4)  # scores far enough from zero for attention to have a shape
+                parameter.data.mul_(4)  # larger scores: attention is not uniform
         return model.to(dtype).eval()
 
 
-def _ours(position, **extra) -> Callable[[], PreTrainedConfig]:
+def _farspan(position, **extra) -> Callable[[], PreTrainedConfig]:
     return lambda: FarspanConfig(**{**SHAPE, "position": position, **extra})
 
 
@@ -69,20 +71,34 @@ MIXED = ("alibi", "t5", "none", "rope")
 HYBRID = ("rope", "rope", "rope", "none")
 SPANS = ["sliding_attention"] * 3 + ["full_attention"]
 OURS = [
-    Family("farspan-none", _ours("none"), ("none",) * 4, "q_proj"),
-    Family("farspan-rope", _ours("rope"), ("rope",) * 4, "q_proj"),
-    Family("farspan-alibi", _ours("alibi"), ("alibi",) * 4, "q_proj", attention="farspan_sdpa"),
-    Family("farspan-t5", _ours("t5", base_scale=1.0, mlp="relu"), ("t5",) * 4, "q_proj", attention="farspan_sdpa"),
-    Family("farspan-learned", _ours("learned"), ("learned",) * 4, "q_proj"),
-    Family("farspan-sinusoidal", _ours("sinusoidal"), ("sinusoidal",) * 4, "q_proj"),
-    Family("farspan-hybrid", _ours(list(HYBRID)), HYBRID, "q_proj"),
-    Family("farspan-swan", _ours(["rope/8", "rope/8", "rope/8", "none"]), HYBRID, "q_proj"),
-    Family("farspan-quarter-rope", _ours("rope", rotary_fraction=0.25), ("rope",) * 4, "q_proj"),
-    Family("farspan-mixed", _ours(["alibi/8", "t5", "none", "rope"]), MIXED, "q_proj", attention="farspan_sdpa"),
+    Family("farspan-none", _farspan("none"), ("none",) * 4, "q_proj"),
+    Family("farspan-rope", _farspan("rope"), ("rope",) * 4, "q_proj"),
+    Family("farspan-alibi", _farspan("alibi"), ("alibi",) * 4, "q_proj", attention="farspan_sdpa"),
+    Family(
+        "farspan-t5",
+        _farspan("t5", base_scale=1.0, mlp="relu"),
+        ("t5",) * 4,
+        "q_proj",
+        attention="farspan_sdpa",
+    ),
+    Family("farspan-learned", _farspan("learned"), ("learned",) * 4, "q_proj"),
+    Family("farspan-sinusoidal", _farspan("sinusoidal"), ("sinusoidal",) * 4, "q_proj"),
+    Family("farspan-hybrid", _farspan(list(HYBRID)), HYBRID, "q_proj"),
+    Family("farspan-swan", _farspan(["rope/8", "rope/8", "rope/8", "none"]), HYBRID, "q_proj"),
+    Family("farspan-quarter-rope", _farspan("rope", rotary_fraction=0.25), ("rope",) * 4, "q_proj"),
+    Family(
+        "farspan-mixed",
+        _farspan(["alibi/8", "t5", "none", "rope"]),
+        MIXED,
+        "q_proj",
+        attention="farspan_sdpa",
+    ),
 ]
 FOREIGN = [
     Family("llama", lambda: hf.LlamaConfig(**SHAPE), ("rope",) * 4, "q_proj"),
-    Family("llama-bias", lambda: hf.LlamaConfig(**SHAPE, attention_bias=True), ("rope",) * 4, "q_proj"),
+    Family(
+        "llama-bias", lambda: hf.LlamaConfig(**SHAPE, attention_bias=True), ("rope",) * 4, "q_proj"
+    ),
     Family("mistral", lambda: hf.MistralConfig(**SHAPE, sliding_window=8), ("rope",) * 4, "q_proj"),
     Family("smollm3", lambda: hf.SmolLM3Config(**SHAPE), HYBRID, "q_proj"),
     Family(
@@ -121,7 +137,9 @@ FOREIGN = [
     ),
     Family(
         "exaone4",
-        lambda: hf.Exaone4Config(**SHAPE, sliding_window=8, sliding_window_pattern=4, layer_types=SPANS),
+        lambda: hf.Exaone4Config(
+            **SHAPE, sliding_window=8, sliding_window_pattern=4, layer_types=SPANS
+        ),
         HYBRID,
         None,
         uniform="q_norm",
@@ -129,7 +147,9 @@ FOREIGN = [
     Family("qwen3", lambda: hf.Qwen3Config(**SHAPE), ("rope",) * 4, None, uniform="q_norm"),
     Family(
         "gemma3",
-        lambda: hf.Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=SPANS, query_pre_attn_scalar=8),
+        lambda: hf.Gemma3TextConfig(
+            **SHAPE, sliding_window=8, layer_types=SPANS, query_pre_attn_scalar=8
+        ),
         ("rope",) * 4,
         None,
         uniform="q_norm",
@@ -144,7 +164,9 @@ FOREIGN = [
     ),
     Family(
         "gpt2",
-        lambda: hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64),
+        lambda: hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64
+        ),
         ("learned",) * 4,
         "c_attn",
     ),
@@ -203,7 +225,9 @@ FOREIGN = [
     ),
     Family(
         "gpt-oss",
-        lambda: hf.GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=8),
+        lambda: hf.GptOssConfig(
+            **SHAPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=8
+        ),
         ("rope",) * 4,
         "q_proj",
         attention="eager",
@@ -220,4 +244,6 @@ FAMILIES = OURS + FOREIGN
 
 
 def tokens(length: int = 24, batch: int = 2, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )

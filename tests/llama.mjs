@@ -1,14 +1,14 @@
-// What a real llama.cpp makes of a gguf file: token ids of lines, and greedy tokens after prompts. Run in a folder where
-// `npm install node-llama-cpp` was done: node llama.mjs MODEL.gguf ASKED.json ANSWER.json
+// Runs a gguf file in a real llama.cpp: token ids of lines, and greedy tokens after prompts. Run in a
+// folder in which `npm install node-llama-cpp` was run: node llama.mjs MODEL.gguf REQUEST.json RESPONSE.json
 import fs from "node:fs";
 import path from "node:path";
 import {createRequire} from "node:module";
 import {pathToFileURL} from "node:url";
 
-const home = createRequire(path.join(process.cwd(), "package.json"));
-const {getLlama} = await import(pathToFileURL(home.resolve("node-llama-cpp")).href);
-const [, , file, asked, answer] = process.argv;
-const {lines, prompts, count} = JSON.parse(fs.readFileSync(asked, "utf8"));
+const require = createRequire(path.join(process.cwd(), "package.json"));
+const {getLlama} = await import(pathToFileURL(require.resolve("node-llama-cpp")).href);
+const [, , file, request, response] = process.argv;
+const {lines, prompts, count} = JSON.parse(fs.readFileSync(request, "utf8"));
 const llama = await getLlama({gpu: false, build: "never", logLevel: "error", progressLogs: false});
 const model = await llama.loadModel({modelPath: file});
 const tokens = lines.map((line) => Array.from(model.tokenize(line, false)));
@@ -18,13 +18,13 @@ for (const prompt of prompts) {
         contextSize: 2048, threads: 1, flashAttention: false,
         experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32",
     });
-    const found = [];
+    const generated = [];
     for await (const token of context.getSequence().evaluate(prompt, {temperature: 0, yieldEogToken: true})) {
-        found.push(token);
-        if (found.length >= count) break;
+        generated.push(token);
+        if (generated.length >= count) break;
     }
-    greedy.push(found);
+    greedy.push(generated);
     await context.dispose();
 }
-fs.writeFileSync(answer, JSON.stringify({tokens, greedy}));
+fs.writeFileSync(response, JSON.stringify({tokens, greedy}));
 process.exit(0);

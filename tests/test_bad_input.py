@@ -1,9 +1,10 @@
-"""A user's mistake is one sentence with cause and way out, an exit code, no traceback and nothing written."""
+"""Bad input ends in one sentence with the way out and an exit code; nothing is written."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -15,19 +16,26 @@ from families import FAMILIES
 from farspan import cli
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
+from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
-from farspan.twins import TWINS
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """A whole checkpoint and one in shards, to be damaged in copies."""
+    """A checkpoint in one file, one in shards, and a patch; tests damage copies."""
     folder = tmp_path_factory.mktemp("checkpoints")
     model = FAMILIES[0].build()
     model.save_pretrained(folder / "whole")
     model.save_pretrained(folder / "shards", max_shard_size="20KB")
-    patch = Patch("test", fingerprint(model), 128, 64, Scales.uniform(1.2, range(4), 4), name=str(folder / "whole"))
+    patch = Patch(
+        "test",
+        fingerprint(model),
+        128,
+        64,
+        Scales.uniform(1.2, range(4), 4),
+        name=str(folder / "whole"),
+    )
     patch.save(folder / "patch")
     return folder
 
@@ -38,8 +46,8 @@ def damaged(checkpoints: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def refusal(capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
-    """Run the command as a user would; its exit code and what it said on stderr."""
+def run_refused(capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
+    """Run a command that must fail: its exit code and stderr."""
     monkeypatch.setattr("sys.argv", ["farspan", *arguments])
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as stop:
@@ -48,6 +56,10 @@ def refusal(capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
     assert captured.out == ""
     assert "Traceback" not in captured.err
     return stop.value.code, captured.err
+
+
+def build_family(name: str):
+    return next(family for family in FAMILIES if family.name == name).build()
 
 
 def edit(path: Path, **changes) -> None:
@@ -76,19 +88,21 @@ def header_only(folder: Path) -> Path:
     return folder / "whole"
 
 
-def garbage(folder: Path) -> Path:
-    (folder / "whole" / "model.safetensors").write_bytes(b"\x08" + b"\x00" * 7 + b"not json" + b"\x00" * 64)
+def unreadable_header(folder: Path) -> Path:
+    (folder / "whole" / "model.safetensors").write_bytes(
+        b"\x08" + b"\x00" * 7 + b"not json" + b"\x00" * 64
+    )
     return folder / "whole"
 
 
-def index_outside(folder: Path) -> Path:
+def shard_outside_folder(folder: Path) -> Path:
     index = folder / "shards" / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"]
     edit(index, weight_map={**names, next(iter(names)): "../whole/model.safetensors"})
     return folder / "shards"
 
 
-def index_absolute(folder: Path) -> Path:
+def shard_absolute_path(folder: Path) -> Path:
     index = folder / "shards" / "model.safetensors.index.json"
     edit(index, weight_map={"model.norm.weight": str(folder / "whole" / "model.safetensors")})
     return folder / "shards"
@@ -141,7 +155,7 @@ def remote_code(folder: Path) -> Path:
     return folder / "whole"
 
 
-def a_file(folder: Path) -> Path:
+def file_as_model(folder: Path) -> Path:
     return folder / "whole" / "config.json"
 
 
@@ -151,28 +165,28 @@ def broken_gguf(folder: Path) -> Path:
     return folder / "model.gguf"
 
 
-def misspelt_twin(folder: Path) -> Path:
+def misspelled_bundled_model(folder: Path) -> Path:
     return Path("nope-twn")
 
 
-def nowhere(folder: Path) -> Path:
+def nonexistent_path(folder: Path) -> Path:
     return folder / "does" / "not" / "exist"
 
 
 def scales_of_wrong_shape(folder: Path) -> Path:
-    return _patch_with(folder, torch.ones(3, 4))
+    return _patch_with_scales(folder, torch.ones(3, 4))
 
 
 def scales_not_positive(folder: Path) -> Path:
-    return _patch_with(folder, -torch.ones(4, 4))
+    return _patch_with_scales(folder, -torch.ones(4, 4))
 
 
 def scales_nan(folder: Path) -> Path:
-    return _patch_with(folder, torch.full((4, 4), torch.nan))
+    return _patch_with_scales(folder, torch.full((4, 4), torch.nan))
 
 
 def scales_of_other_heads(folder: Path) -> Path:
-    return _patch_with(folder, torch.ones(4, 8))
+    return _patch_with_scales(folder, torch.ones(4, 8))
 
 
 def scales_truncated(folder: Path) -> Path:
@@ -181,7 +195,7 @@ def scales_truncated(folder: Path) -> Path:
     return folder / "patch"
 
 
-def _patch_with(folder: Path, base: torch.Tensor) -> Path:
+def _patch_with_scales(folder: Path, base: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
     save_file({"base": base}, folder / "patch" / "scales.safetensors")
@@ -202,7 +216,9 @@ def truncated_beside_an_index(folder: Path) -> Path:
 def overlapping_tensors(folder: Path) -> Path:
     header = {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}
     text = json.dumps(header).encode()
-    (folder / "whole" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    (folder / "whole" / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + b"\0" * 8
+    )
     return folder / "whole"
 
 
@@ -238,12 +254,12 @@ def patch_without_scales(folder: Path) -> Path:
     return folder / "patch"
 
 
-def other_shapes(folder: Path) -> Path:
+def mismatched_shapes(folder: Path) -> Path:
     edit(folder / "whole" / "config.json", intermediate_size=64)
     return folder / "whole"
 
 
-def layers_left_out(folder: Path) -> Path:
+def layers_missing_in_config(folder: Path) -> Path:
     edit(folder / "whole" / "config.json", num_hidden_layers=2, position="none", layer_types=None)
     return folder / "whole"
 
@@ -253,113 +269,126 @@ def empty_tokenizer(folder: Path) -> Path:
     return folder / "whole"
 
 
-def tokenizer_of_nothing(folder: Path) -> Path:
+def tokenizer_without_content(folder: Path) -> Path:
     (folder / "whole" / "tokenizer.json").write_text("{}")
     return folder / "whole"
 
 
 def broken_tokenizer_config(folder: Path) -> Path:
-    shutil.copy(TWINS / "nope-twin" / "tokenizer.json", folder / "whole")
+    shutil.copy(BUNDLED_MODELS / "nope-twin" / "tokenizer.json", folder / "whole")
     (folder / "whole" / "tokenizer_config.json").write_text('{"a": ')
     return folder / "whole"
 
 
-def _patch_saying(folder: Path, **changes) -> Path:
+def _edit_patch(folder: Path, **changes) -> Path:
     edit(folder / "patch" / "patch.json", **changes)
     return folder / "patch"
 
 
-def trained_on_nothing(folder: Path) -> Path:
-    return _patch_saying(folder, train_length=0)
+def patch_train_length_zero(folder: Path) -> Path:
+    return _edit_patch(folder, train_length=0)
 
 
-def target_below_zero(folder: Path) -> Path:
-    return _patch_saying(folder, target=-3)
+def patch_target_negative(folder: Path) -> Path:
+    return _edit_patch(folder, target=-3)
 
 
-def target_in_fractions(folder: Path) -> Path:
-    return _patch_saying(folder, target=640.7)
+def patch_target_fractional(folder: Path) -> Path:
+    return _edit_patch(folder, target=640.7)
 
 
-def rope_by_nothing(folder: Path) -> Path:
-    return _patch_saying(folder, rope={"rope_type": "linear", "factor": 0})
+def patch_rope_factor_zero(folder: Path) -> Path:
+    return _edit_patch(folder, rope={"rope_type": "linear", "factor": 0})
 
 
-def unknown_basis(folder: Path) -> Path:
+def patch_unknown_basis(folder: Path) -> Path:
     text = json.loads((folder / "patch" / "patch.json").read_text())
-    return _patch_saying(folder, scales={**text["scales"], "basis": "cubic"})
+    return _edit_patch(folder, scales={**text["scales"], "basis": "cubic"})
 
 
 def scales_of_integers(folder: Path) -> Path:
-    return _patch_with(folder, torch.ones(4, 4, dtype=torch.int64))
+    return _patch_with_scales(folder, torch.ones(4, 4, dtype=torch.int64))
 
 
 CASES = [
-    (no_config, 2, "holds no config.json"),
+    (no_config, 2, "has no config.json"),
     (pickle_only, 2, "pickle.*convert it to safetensors"),
-    (truncated, 4, "not a whole safetensors file.*should have"),
+    (truncated, 4, "not a complete safetensors file.*should have"),
     (header_only, 4, "it has 5 bytes"),
-    (garbage, 4, "its header cannot be read"),
-    (index_outside, 4, "points outside its folder"),
-    (index_absolute, 4, "points outside its folder"),
+    (unreadable_header, 4, "its header cannot be read"),
+    (shard_outside_folder, 4, "points outside its folder"),
+    (shard_absolute_path, 4, "points outside its folder"),
     (shard_missing, 4, "but missing"),
-    (weights_missing, 4, "lacks weights that its config asks for, .* first of 9"),
+    (weights_missing, 4, "lacks 9 weights that its config requires, first .*layers.4"),
     (broken_json, 4, r"not valid JSON: .* at line \d+, column \d+"),
     (json_list, 4, "a JSON list where an object is needed"),
     (not_text, 4, "not UTF-8 text"),
     (unknown_position, 2, "in the config of .*, position 'rotary' is unknown"),
     (two_windows, 2, r"window sizes \[8, 16\]"),
-    (unknown_family, 2, "cannot be loaded by transformers.*no-such-model"),
-    (remote_code, 2, "asks to run Python code.*--trust-remote-code"),
-    (a_file, 2, "is a file; give the folder"),
-    (nowhere, 2, "neither a folder nor a hub id"),
-    (broken_gguf, 4, "is no whole GGUF file"),
-    (misspelt_twin, 2, "the nearest twin is nope-twin"),
-    (scales_of_wrong_shape, 4, r"/patch is not a whole patch .*shape \[3, 4\] for 4 layers"),
-    (scales_not_positive, 4, "/patch is not a whole patch .*falls to -1"),
-    (scales_nan, 4, "/patch is not a whole patch .*NaN or infinity"),
-    (scales_of_other_heads, 4, "/patch is not a whole patch .*8 heads and layer 0 has 4"),
-    (scales_of_integers, 4, "/patch is not a whole patch .*is torch.int64"),
-    (unknown_basis, 4, "/patch is not a whole patch .*'cubic' is unknown"),
-    (trained_on_nothing, 4, "/patch is not a whole patch .*train_length is 0"),
-    (target_below_zero, 4, "/patch is not a whole patch .*target is -3"),
-    (target_in_fractions, 4, "/patch is not a whole patch .*target is 640.7"),
-    (rope_by_nothing, 4, "/patch is not a whole patch .*factor is 0"),
-    (patch_without_scales, 4, r"/patch is not a whole patch \(scales.safetensors is missing\)"),
-    (other_shapes, 4, r"mlp.down_proj.weight as \[32, 48\] instead of \[32, 64\]"),
-    (layers_left_out, 4, "of layers that its config leaves out, 'model.layers.2.input_layernorm.weight' first of 18"),
-    (scales_truncated, 4, "not a whole safetensors file"),
+    (unknown_family, 2, "transformers cannot load .*no-such-model"),
+    (remote_code, 2, "wants to run Python code.*--trust-remote-code"),
+    (file_as_model, 2, "is a file; give the folder"),
+    (nonexistent_path, 2, "neither a folder nor a hub id"),
+    (broken_gguf, 4, "is damaged or no GGUF file"),
+    (misspelled_bundled_model, 2, "did you mean the bundled model nope-twin"),
+    (scales_of_wrong_shape, 4, r"/patch is not a complete patch .*shape \[3, 4\] for 4 layers"),
+    (scales_not_positive, 4, "/patch is not a complete patch .*falls to -1"),
+    (scales_nan, 4, "/patch is not a complete patch .*NaN or infinity"),
+    (scales_of_other_heads, 4, "/patch is not a complete patch .*8 heads, but layer 0 has 4"),
+    (scales_of_integers, 4, "/patch is not a complete patch .*is torch.int64"),
+    (patch_unknown_basis, 4, "/patch is not a complete patch .*'cubic' is unknown"),
+    (patch_train_length_zero, 4, "/patch is not a complete patch .*train_length is 0"),
+    (patch_target_negative, 4, "/patch is not a complete patch .*target is -3"),
+    (patch_target_fractional, 4, "/patch is not a complete patch .*target is 640.7"),
+    (patch_rope_factor_zero, 4, "/patch is not a complete patch .*factor is 0"),
+    (patch_without_scales, 4, r"/patch is not a complete patch \(scales.safetensors is missing\)"),
+    (mismatched_shapes, 4, r"mlp.down_proj.weight with \[32, 48\] instead of \[32, 64\]"),
+    (
+        layers_missing_in_config,
+        4,
+        "18 weights of layers that its config does not have, "
+        "first 'model.layers.2.input_layernorm.weight'",
+    ),
+    (scales_truncated, 4, "not a complete safetensors file"),
     (folder_for_a_file, 4, "cannot be read"),
-    (truncated_beside_an_index, 4, "not a whole safetensors file"),
-    (overlapping_tensors, 4, "not a whole safetensors file"),
+    (truncated_beside_an_index, 4, "not a complete safetensors file"),
+    (overlapping_tensors, 4, "not a complete safetensors file"),
     (deep_json, 4, "cannot be read"),
-    (patch_of_itself, 2, "load its base model"),
-    (patch_with_broken_rope, 4, "not a whole patch"),
-    (patch_with_unknown_rope, 4, "/patch is not a whole patch .*'spiral' is unknown"),
-    (patch_for_another_model, 2, "patch in .*/patch names .*/whole as its base, .* is another model .*000000000000"),
+    (patch_of_itself, 2, "load the base model"),
+    (patch_with_broken_rope, 4, "not a complete patch"),
+    (patch_with_unknown_rope, 4, "/patch is not a complete patch .*'spiral' is unknown"),
+    (
+        patch_for_another_model,
+        2,
+        "patch in .*/patch was made for another model than .*/whole .*000000000000",
+    ),
     (empty_tokenizer, 4, "tokenizer.json is not valid JSON"),
-    (tokenizer_of_nothing, 4, "tokenizer.json holds no tokenizer"),
+    (tokenizer_without_content, 4, "tokenizer.json is not a valid tokenizer"),
     (broken_tokenizer_config, 4, "tokenizer_config.json is not valid JSON"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "code", "message"), CASES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_mistake_is_one_sentence(damage, code: int, message: str, damaged: Path, capsys, monkeypatch):
-    source = damage(damaged)
+@pytest.mark.parametrize(
+    ("damage", "code", "message"), CASES, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_damaged_model_is_refused_in_one_sentence(
+    damage, code: int, message: str, damaged: Path, capsys, monkeypatch
+):
+    model = damage(damaged)
     before = sorted(path for path in damaged.rglob("*"))
-    status, said = refusal(capsys, monkeypatch, "inspect", str(source))
-    assert status == code, said
-    assert said.startswith("error ")
-    assert said.count("\n") == 1, "one sentence on one line"
-    assert __import__("re").search(message, said), said
+    status, error = run_refused(capsys, monkeypatch, "inspect", str(model))
+    assert status == code, error
+    assert error.startswith("error ")
+    assert error.count("\n") == 1, "one sentence on one line"
+    assert re.search(message, error), error
     assert sorted(path for path in damaged.rglob("*")) == before, "nothing written"
 
 
-def test_a_usage_error_exits_2(capsys, monkeypatch):
-    status, said = refusal(capsys, monkeypatch, "inspect")
+def test_usage_error_exits_2(capsys, monkeypatch):
+    status, error = run_refused(capsys, monkeypatch, "inspect")
     assert status == 2
-    assert "MODEL" in said
-    status, _ = refusal(capsys, monkeypatch, "inspekt", "x")
+    assert "MODEL" in error
+    status, _ = run_refused(capsys, monkeypatch, "inspekt", "x")
     assert status == 2
 
 
@@ -369,90 +398,111 @@ def test_a_usage_error_exits_2(capsys, monkeypatch):
         ("llama", "rotray", "'rotray' is unknown"),
         ("llama-bias", "none", "has biases"),
         ("mistral", "none", "this one is 'mistral'"),
-        ("farspan-none", "none", "farspan's own and says its position itself"),
+        (
+            "farspan-none",
+            "none",
+            "farspan's own architecture, whose config sets the position encoding",
+        ),
     ],
 )
-def test_a_position_that_cannot_be_is_refused(family: str, position: str, message: str, tmp_path, capsys, monkeypatch):
-    next(each for each in FAMILIES if each.name == family).build().save_pretrained(tmp_path)
-    status, said = refusal(capsys, monkeypatch, "inspect", str(tmp_path), "--position", position)
+def test_refuses_impossible_position(
+    family: str, position: str, message: str, tmp_path, capsys, monkeypatch
+):
+    build_family(family).save_pretrained(tmp_path)
+    status, error = run_refused(
+        capsys, monkeypatch, "inspect", str(tmp_path), "--position", position
+    )
     assert status == 2
-    assert message in said
+    assert message in error
 
 
-def test_a_hub_that_cannot_be_reached_is_said_so_quickly(capsys, monkeypatch):
+def test_unreachable_hub_is_one_sentence(capsys, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    status, said = refusal(capsys, monkeypatch, "inspect", "no-such-owner/no-such-model")
+    status, error = run_refused(capsys, monkeypatch, "inspect", "no-such-owner/no-such-model")
     assert status == 2
-    assert "is no folder here, and the hub does not give it (ConnectionError)" in said
+    assert "is no local folder and could not be fetched from the hub (ConnectionError)" in error
 
 
 @pytest.mark.parametrize("name", ["./nope", ".hidden/x", "x--y/z", "modèle/x", "../a", "a/b/c"])
-@pytest.mark.parametrize("command", [["inspect", "NAME"], ["diagnose", "nope-twin", "--data", "NAME"]])
-def test_what_cannot_be_on_the_hub_is_not_asked_for_there(name: str, command: list[str], capsys, monkeypatch):
-    status, said = refusal(capsys, monkeypatch, *(name if word == "NAME" else word for word in command))
+@pytest.mark.parametrize(
+    "command", [["inspect", "NAME"], ["diagnose", "nope-twin", "--data", "NAME"]]
+)
+def test_invalid_hub_id_is_never_requested(name: str, command: list[str], capsys, monkeypatch):
+    status, error = run_refused(
+        capsys, monkeypatch, *(name if word == "NAME" else word for word in command)
+    )
     assert status == 2
-    assert said.startswith(f"error '{name}' is n")
-    assert "check the path" in said
+    assert error.startswith(f"error '{name}' is n")
+    assert "check the path" in error
 
 
-def test_text_that_the_hub_cannot_give_is_said_so_quickly(monkeypatch):
+def test_unreachable_dataset_is_one_sentence(monkeypatch):
     pytest.importorskip("datasets")
 
     def unreachable(*args, **kwargs):
         raise ConnectionError
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    with pytest.raises(FarspanError, match=r"no data set could be loaded from the hub \(ConnectionError\)"):
+    with pytest.raises(
+        FarspanError, match=r"no data set could be loaded from the hub \(ConnectionError\)"
+    ):
         read_documents("no-such-owner/no-such-data")
 
 
-def test_a_data_set_without_text_is_a_sentence(monkeypatch):
+def test_refuses_dataset_without_text_column(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *given, **options: None)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: [{"content": "x"}])
-    with pytest.raises(FarspanError, match=r'owner/name has no column "text" \(it has \[.content.\]\)'):
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **options: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: [{"content": "x"}])
+    with pytest.raises(
+        FarspanError, match=r'owner/name has no column "text" \(it has \[.content.\]\)'
+    ):
         list(read_documents("owner/name"))
 
 
 @pytest.mark.parametrize(
     ("command", "verb"),
     [
-        ("extend nope-twin --to 1024 -o NEW", "extending.extend"),
-        ("eval nope-twin -o NEW", "evaluating.evaluate"),
-        ("pretrain twin-nope -o NEW", "pretraining.pretrain"),
+        ("extend nope-twin --to 1024 -o NEW", "extend.extend"),
+        ("eval nope-twin -o NEW", "evaluate.evaluate"),
+        ("pretrain twin-nope -o NEW", "pretrain.pretrain"),
         ("reproduce extend-small -o NEW", "reproduce.reproduce"),
-        ("lab run lab-tiny -o NEW", "laboratory.run"),
+        ("lab run lab-tiny -o NEW", "lab.run"),
     ],
 )
-def test_a_command_that_is_interrupted_says_how_to_go_on(command, verb, tmp_path, capsys, monkeypatch):
-    def interrupted(*given, **options):
+def test_interrupted_command_says_how_to_resume(command, verb, tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"farspan.workflows.{verb}", interrupted)
     words = command.replace("NEW", str(tmp_path / "new")).split()
-    status, said = refusal(capsys, monkeypatch, *words)
+    status, error = run_refused(capsys, monkeypatch, *words)
     assert status == 75
-    assert said.startswith("error stopped by Ctrl-C; ")
-    assert said.endswith("so give the same command again to go on\n")
+    assert error.startswith("error stopped by Ctrl-C; ")
+    assert error.endswith("rerun the same command to resume\n")
 
 
-def test_a_folder_around_a_checkpoint_names_it(damaged: Path, capsys, monkeypatch):
+def test_parent_folder_of_a_checkpoint_suggests_it(damaged: Path, capsys, monkeypatch):
     (damaged / "around").mkdir()
     (damaged / "whole").rename(damaged / "around" / "model")
-    status, said = refusal(capsys, monkeypatch, "inspect", str(damaged / "around"))
+    status, error = run_refused(capsys, monkeypatch, "inspect", str(damaged / "around"))
     assert status == 2
-    assert said == f"error {damaged / 'around'} holds no config.json; give {damaged / 'around' / 'model'}\n"
+    assert (
+        error
+        == f"error {damaged / 'around'} has no config.json; give {damaged / 'around' / 'model'}\n"
+    )
 
 
-def test_code_of_a_checkpoint_runs_only_when_asked_for_by_name(damaged: Path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("farspan.loading.AutoTokenizer.from_pretrained", lambda *a, **options: seen.append(options))
+def test_remote_code_is_off_by_default(damaged: Path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "farspan.loading.AutoTokenizer.from_pretrained", lambda *a, **options: calls.append(options)
+    )
     (damaged / "whole" / "tokenizer.json").write_text("{}")
     farspan.load(damaged / "whole")
-    assert [options["trust_remote_code"] for options in seen] == [False]
+    assert [options["trust_remote_code"] for options in calls] == [False]
 
 
 WRONG_TYPES = [
@@ -468,34 +518,39 @@ WRONG_TYPES = [
 
 
 @pytest.mark.parametrize("changes", WRONG_TYPES, ids=str)
-def test_a_config_of_wrong_types_is_one_sentence(changes: dict, damaged: Path, capsys, monkeypatch):
+def test_config_of_wrong_types_is_refused_in_one_sentence(
+    changes: dict, damaged: Path, capsys, monkeypatch
+):
     edit(damaged / "whole" / "config.json", **changes)
-    status, said = refusal(capsys, monkeypatch, "inspect", str(damaged / "whole"))
+    status, error = run_refused(capsys, monkeypatch, "inspect", str(damaged / "whole"))
     assert status in (2, 4)
-    assert said.count("\n") == 1
+    assert error.count("\n") == 1
 
 
-def test_a_patch_folder_is_a_model(checkpoints: Path):
-    found = farspan.inspect(checkpoints / "patch")
-    assert found.patch["method"] == "test"
-    assert found.patch["scales"]["mean"] == pytest.approx(1.2)
-    assert "patched by test for 128 tokens: attention scales of 4 layers: least 1.200" in found.warnings[0]
+def test_patch_folder_loads_as_a_model(checkpoints: Path):
+    inspection = farspan.inspect(checkpoints / "patch")
+    assert inspection.patch["method"] == "test"
+    assert inspection.patch["scales"]["mean"] == pytest.approx(1.2)
+    assert (
+        "patched by test for 128 tokens: attention scales of 4 layers: min 1.200"
+        in inspection.warnings[0]
+    )
     assert farspan.inspect(checkpoints / "whole").to_json()["patch"] is None
-    assert {layer.position for layer in found.layers} == {"none"}
+    assert {layer.position for layer in inspection.layers} == {"none"}
     from farspan.attention import seam
 
     assert seam.installed(farspan.load(checkpoints / "patch").model)
 
 
 @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99"])
-def test_a_device_that_is_not_here_is_one_sentence(tmp_path, device):
+def test_refuses_unavailable_device(tmp_path, device):
     with pytest.raises(FarspanError, match=f"device '{device}' .*choose cpu, or cuda:0"):
         farspan.load("nope-twin", device=device)
 
 
 @pytest.fixture(scope="module")
-def infinite(tmp_path_factory) -> Path:
-    """A twin of which one weight is infinite."""
+def infinite_model(tmp_path_factory) -> Path:
+    """The bundled NoPE model with an infinite weight."""
     folder = tmp_path_factory.mktemp("infinite") / "model"
     model, tokenizer = farspan.load("nope-twin")
     with torch.no_grad():
@@ -514,60 +569,78 @@ def infinite(tmp_path_factory) -> Path:
         ("lab distance nope-twin", "--length 16 --windows 1"),
     ],
 )
-@pytest.mark.parametrize("written", [True, False])
-def test_a_model_that_is_not_finite_is_one_sentence(
-    before: str, after: str, written: bool, infinite: Path, tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize("with_out", [True, False])
+def test_nonfinite_loss_names_the_weight(
+    before: str, after: str, with_out: bool, infinite_model: Path, tmp_path, capsys, monkeypatch
 ):
-    out = ["-o", str(tmp_path / "out")] if written else []
-    status, said = refusal(capsys, monkeypatch, *before.split(), str(infinite), *after.split(), *out)
+    out = ["-o", str(tmp_path / "out")] if with_out else []
+    status, error = run_refused(
+        capsys, monkeypatch, *before.split(), str(infinite_model), *after.split(), *out
+    )
     assert status == 4
-    assert "loss" in said
-    assert "turns nan at position 1, and model.layers.2.mlp.up_proj.weight holds NaN or infinity" in said
-    assert said.count("\n") == 1
+    assert "loss" in error
+    assert (
+        "is nan at position 1 because model.layers.2.mlp.up_proj.weight holds NaN or infinity"
+        in error
+    )
+    assert error.count("\n") == 1
     assert not list(tmp_path.iterdir()), "nothing written"
 
 
-@pytest.mark.parametrize("command", ["inspect", "generate", "generate --temperature 1", "export --format stock"])
-def test_weights_that_are_not_finite_are_named(command: str, infinite: Path, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "command", ["inspect", "generate", "generate --temperature 1", "export --format stock"]
+)
+def test_nonfinite_logits_name_the_weight(
+    command: str, infinite_model: Path, tmp_path, capsys, monkeypatch
+):
     verb, *options = command.split()
-    more = {"inspect": [], "generate": ["--prompt", "hi"], "export": ["-o", str(tmp_path / "out")]}[verb]
-    status, said = refusal(capsys, monkeypatch, verb, str(infinite), *options, *more)
+    arguments = {
+        "inspect": [],
+        "generate": ["--prompt", "hi"],
+        "export": ["-o", str(tmp_path / "out")],
+    }[verb]
+    status, error = run_refused(
+        capsys, monkeypatch, verb, str(infinite_model), *options, *arguments
+    )
     assert status == 4
-    assert "are not finite, for model.layers.2.mlp.up_proj.weight holds NaN or infinity" in said
-    assert said.count("\n") == 1
+    assert "are not finite because model.layers.2.mlp.up_proj.weight holds NaN or infinity" in error
+    assert error.count("\n") == 1
     assert not list(tmp_path.iterdir()), "nothing written"
 
 
-def test_a_temperature_too_small_to_divide_by_is_one_sentence(capsys, monkeypatch):
-    status, said = refusal(capsys, monkeypatch, *["generate", "nope-twin", "--prompt", "hi", "--temperature", "1e-320"])
+def test_refuses_temperature_too_small_to_divide_by(capsys, monkeypatch):
+    status, error = run_refused(
+        capsys, monkeypatch, *["generate", "nope-twin", "--prompt", "hi", "--temperature", "1e-320"]
+    )
     assert status == 2
-    assert "is too small to divide by" in said
-    assert list(farspan.generate("nope-twin", "hi", tokens=2, temperature=1e-6))
+    assert "is too small to divide by" in error
+    assert list(farspan.generate("nope-twin", "hi", max_new_tokens=2, temperature=1e-6))
 
 
 @pytest.mark.parametrize("name", ["llama", "farspan-rope", "gpt2", "gemma3", "kimi-linear"])
-def test_leftovers_that_do_no_harm_are_loaded(name: str, tmp_path):
+def test_harmless_extra_tensors_are_ignored(name: str, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    next(each for each in FAMILIES if each.name == name).build().save_pretrained(tmp_path)
-    weights, more = tmp_path / "model.safetensors", torch.ones(4)
+    build_family(name).save_pretrained(tmp_path)
+    weights, extra = tmp_path / "model.safetensors", torch.ones(4)
     tensors = load_file(weights)
     tensors |= {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": more,
-        "vision_tower.layers.40.norm.weight": more.clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": extra,
+        "vision_tower.layers.40.norm.weight": extra.clone(),
     }
     save_file(tensors, weights, metadata={"format": "pt"})
     assert farspan.load(tmp_path).model is not None
 
 
-@pytest.mark.parametrize("base_alone", [False, True])
-def test_layers_that_a_config_leaves_out_are_missed_in_every_naming(base_alone: bool, tmp_path):
-    model = next(each for each in FAMILIES if each.name == "gpt2").build()
-    (model.transformer if base_alone else model).save_pretrained(tmp_path)
+@pytest.mark.parametrize("base_only", [False, True])
+def test_refuses_layers_missing_from_the_config_under_any_prefix(base_only: bool, tmp_path):
+    model = build_family("gpt2")
+    (model.transformer if base_only else model).save_pretrained(tmp_path)
     farspan.load(tmp_path)
     edit(tmp_path / "config.json", n_layer=3)
     with pytest.raises(
-        CorruptError, match=r"of layers that its config leaves out, '(transformer\.)?h\.3\..* first of 11"
+        CorruptError,
+        match=r"11 weights of layers that its config does not have, first '(transformer\.)?h\.3\.",
     ):
         farspan.load(tmp_path)
 
@@ -575,16 +648,24 @@ def test_layers_that_a_config_leaves_out_are_missed_in_every_naming(base_alone: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("pretrain twin-nope model.kv_heads=-1 --dry-run", "model.kv_heads is -1 and no divisor of model.heads"),
-        ("lab run lab-tiny sizes.tiny.heads=0 --dry-run", "sizes.tiny.heads is 0; give 1 or more"),
-        ("lab run lab-tiny sizes.tiny.heads=0", "sizes.tiny.heads is 0; give 1 or more"),
-        ("lab run lab-tiny sizes.tiny.width=-4", "sizes.tiny.width is -4; give 1 or more"),
-        ("lab run lab-tiny sizes.tiny.layers=0", "sizes.tiny.layers is 0; give 1 or more"),
+        (
+            "pretrain twin-nope model.kv_heads=-1 --dry-run",
+            "model.kv_heads is -1, which does not divide model.heads",
+        ),
+        (
+            "lab run lab-tiny sizes.tiny.heads=0 --dry-run",
+            "sizes.tiny.heads is 0; set it to 1 or more",
+        ),
+        ("lab run lab-tiny sizes.tiny.heads=0", "sizes.tiny.heads is 0; set it to 1 or more"),
+        ("lab run lab-tiny sizes.tiny.width=-4", "sizes.tiny.width is -4; set it to 1 or more"),
+        ("lab run lab-tiny sizes.tiny.layers=0", "sizes.tiny.layers is 0; set it to 1 or more"),
     ],
 )
-def test_a_shape_that_cannot_be_is_one_sentence(arguments: str, message: str, tmp_path, capsys, monkeypatch):
+def test_refuses_impossible_shape_in_a_recipe(
+    arguments: str, message: str, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    status, said = refusal(capsys, monkeypatch, *arguments.split())
+    status, error = run_refused(capsys, monkeypatch, *arguments.split())
     assert status == 2
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in error
+    assert error.count("\n") == 1

@@ -14,22 +14,39 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon
 
 from families import FAMILIES
+from farspan.bundled import BUNDLED_MODELS
+from farspan.cli.lab import show_comparison
 from farspan.errors import FarspanError
-from farspan.lab.distance import Distance, ablation, attention, distances, jsd, legacy, mass_by_distance, weights
+from farspan.lab.distance import (
+    Distance,
+    ablation,
+    attention,
+    distances,
+    jsd,
+    legacy,
+    mass_by_distance,
+    weights,
+)
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
-from farspan.terminal import show_comparison
-from farspan.twins import TWINS
-from farspan.workflows import explaining
-from farspan.workflows.explaining import compare, theorems
+from farspan.workflows import attention_analysis
+from farspan.workflows.attention_analysis import compare_attention, theorems
 
 HEADS = 4
 
 
 def model(position: str = "none", seed: int = 0, **changes) -> FarspanForCausalLM:
     torch.manual_seed(seed)
-    shape = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS)
-    config = FarspanConfig(**shape | changes, position=position, max_position_embeddings=32, initializer_range=0.3)
+    shape = dict(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+    )
+    config = FarspanConfig(
+        **shape | changes, position=position, max_position_embeddings=32, initializer_range=0.3
+    )
     return FarspanForCausalLM(config).eval()
 
 
@@ -45,8 +62,12 @@ def test_jsd_is_scipys_and_bounded(seed, keys, sharpness):
     draw = np.random.default_rng(seed)
     p, q = torch.from_numpy(draw.normal(size=(2, 5, keys)) * sharpness).softmax(-1)
     found = jsd(p, q)
-    with np.errstate(invalid="ignore"):  # of rows that are alike SciPy may take the root of a rounding error below 0
-        wanted = [jensenshannon(one, other) ** 2 for one, other in zip(p.numpy(), q.numpy(), strict=True)]
+    with np.errstate(
+        invalid="ignore"
+    ):  # of rows that are alike SciPy may take the root of a rounding error below 0
+        wanted = [
+            jensenshannon(one, other) ** 2 for one, other in zip(p.numpy(), q.numpy(), strict=True)
+        ]
     assert np.allclose(found, np.nan_to_num(wanted), atol=1e-9)
     assert (found <= math.log(2) + 1e-12).all()
     assert (jsd(p, p) == 0).all()
@@ -54,11 +75,15 @@ def test_jsd_is_scipys_and_bounded(seed, keys, sharpness):
 
 
 def test_jsd_is_ln_2_where_nothing_is_shared():
-    assert float(jsd(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))) == pytest.approx(math.log(2))
+    assert float(jsd(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))) == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_the_legacy_rule_is_what_its_formula_says_and_exceeds_ln_2():
-    p, q = (torch.randn(2, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 6).softmax(-1)
+    p, q = (
+        torch.randn(2, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 6
+    ).softmax(-1)
     m = (p + q) / 2
     wanted = ((m * (m / p).log()).sum(-1) + (m * (m / q).log()).sum(-1)) / 2
     assert torch.allclose(legacy(p, q), wanted)
@@ -85,7 +110,9 @@ def test_every_pair_of_heads_over_every_position(ids):
         assert torch.allclose(p.sum(-1), torch.ones(()).double())
         for i in range(HEADS):
             for j in range(HEADS):
-                assert found.pairs[layer, i, j] == pytest.approx(float(jsd(p[:, i], q[:, j]).mean()), abs=1e-6)
+                assert found.pairs[layer, i, j] == pytest.approx(
+                    float(jsd(p[:, i], q[:, j]).mean()), abs=1e-6
+                )
     assert np.allclose(found.nearest, found.pairs.min((1, 2)))
     assert (found.nearest <= found.matched).all()
     assert (found.matched <= found.pairs.mean((1, 2))).all()
@@ -107,14 +134,20 @@ def test_a_model_whose_heads_were_shuffled_is_matched_with_itself(ids):
             attend = layer.self_attn
             for proj in (attend.q_proj, attend.k_proj, attend.v_proj):
                 proj.weight.copy_(proj.weight.unflatten(0, (HEADS, -1))[order].flatten(0, 1))
-            attend.o_proj.weight.copy_(attend.o_proj.weight.unflatten(1, (HEADS, -1))[:, order].flatten(1))
+            attend.o_proj.weight.copy_(
+                attend.o_proj.weight.unflatten(1, (HEADS, -1))[:, order].flatten(1)
+            )
     found = distances([one, other], [ids])[0, 1]
     assert found.matched.max() < 1e-6
     assert found.pairs.mean() > 1e-3
 
 
 def test_three_models_are_three_pairs(ids):
-    assert set(distances([model(seed=seed) for seed in range(3)], [ids])) == {(0, 1), (0, 2), (1, 2)}
+    assert set(distances([model(seed=seed) for seed in range(3)], [ids])) == {
+        (0, 1),
+        (0, 2),
+        (1, 2),
+    }
 
 
 def test_mass_of_a_model_that_attends_to_all_alike(ids):
@@ -143,8 +176,12 @@ def test_a_head_without_a_voice_is_a_head_whose_output_is_not_projected(ids):
     for layer, head in ((0, 1), (1, 3)):
         without = copy.deepcopy(one)
         with torch.no_grad():
-            without.model.layers[layer].self_attn.o_proj.weight.unflatten(1, (HEADS, -1))[:, head] = 0
-        assert found[layer, head] == pytest.approx(float(token_losses(without, ids).mean()) - whole, abs=1e-6)
+            without.model.layers[layer].self_attn.o_proj.weight.unflatten(1, (HEADS, -1))[
+                :, head
+            ] = 0
+        assert found[layer, head] == pytest.approx(
+            float(token_losses(without, ids).mean()) - whole, abs=1e-6
+        )
     assert np.abs(found).max() > 1e-3
 
 
@@ -168,9 +205,9 @@ def test_models_of_other_depths_are_refused(ids):
 def test_models_in_folders_of_one_name_are_all_told(tmp_path, capsys):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "model").symlink_to(TWINS / "nope-twin")
+        (tmp_path / folder / "model").symlink_to(BUNDLED_MODELS / "nope-twin")
     sources = [str(tmp_path / folder / "model") for folder in ("a", "b")]
-    found = compare(sources, length=8, windows=1, out=tmp_path / "out")
+    found = compare_attention(sources, length=8, windows=1, out=tmp_path / "out")
     show_comparison(found, as_json=True)
     said = json.loads(capsys.readouterr().out)
     assert list(said["loss_without_head"]) == ["a/model", "b/model"]
@@ -182,20 +219,32 @@ def test_models_in_folders_of_one_name_are_all_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"lengths": "2:20"}, "--lengths 2:20 is of examples of a task; give --task too, or --length for text"),
+        (
+            {"lengths": "2:20"},
+            "--lengths 2:20 is of examples of a task; give --task too, or --length for text",
+        ),
         ({"task": "copy", "length": 99}, "--length 99 is of text, and --task copy reads none"),
-        ({"task": "copy", "data": "nofile"}, "--data nofile is of text, and --task copy reads none"),
-        ({"task": "cpy"}, "'cpy'.*the nearest is copy"),
+        (
+            {"task": "copy", "data": "nofile"},
+            "--data nofile is of text, and --task copy reads none",
+        ),
+        ({"task": "cpy"}, "'cpy'.*did you mean copy"),
     ],
 )
 def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(monkeypatch, given, sentence):
     for loads in ("load", "load_for_text"):
-        monkeypatch.setattr(explaining, loads, lambda *asked, **options: pytest.fail("a model is loaded"))
+        monkeypatch.setattr(
+            attention_analysis, loads, lambda *asked, **options: pytest.fail("a model is loaded")
+        )
     with pytest.raises(FarspanError, match=sentence):
-        compare(["nope-twin", "rope-twin"], **given)
+        compare_attention(["nope-twin", "rope-twin"], **given)
 
 
 def test_models_whose_positions_are_read_are_all_looked_at_first(monkeypatch):
-    monkeypatch.setattr(explaining, "load_for_text", lambda *asked, **options: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(
+        attention_analysis,
+        "load_with_tokenizer",
+        lambda *asked, **options: pytest.fail("a model is loaded"),
+    )
     with pytest.raises(FarspanError, match="'typo' is neither a folder nor a hub id"):
         theorems(["nope-twin", "typo"], length=16)

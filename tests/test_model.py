@@ -1,4 +1,4 @@
-"""Our model's laws: each encoding equals its definition, and the model is Llama where it should be."""
+"""farspan's model: every position encoding equals its definition, and with rope it equals Llama."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from families import FAMILIES, OURS, SHAPE, Family, tokens
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.attend import attend, attend_flex
-from farspan.model.positions import AlibiBias, PlacedBias, T5Bias, Table, alibi_slopes
+from farspan.model.positions import AlibiBias, PlacedBias, T5Bias, TableBias, alibi_slopes
 
 every_encoding = pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)
 
 
-# ---- one layer, written out in NumPy, number by number ------------------------------------------------------
+# ---- one layer against a NumPy reference ---------------------------------------------------------
 
 
 def reference_logits(model: FarspanForCausalLM, ids: list[int]) -> np.ndarray:
-    """The definition of a one-layer model: loops over heads, queries and keys; nothing shared with the model."""
+    """A one-layer model by definition, in loops; it shares no code with the model."""
     config = model.config
     weight = {name: value.double().numpy() for name, value in model.state_dict().items()}
     layer = {name.removeprefix("model.layers.0."): value for name, value in weight.items()}
@@ -42,7 +42,7 @@ def reference_logits(model: FarspanForCausalLM, ids: list[int]) -> np.ndarray:
                 x[t, i] += math.sin(angle)
                 x[t, half + i] += math.cos(angle)
     h = rms_norm(x, layer["input_layernorm.weight"], config.rms_norm_eps)
-    x = x + attention_by_hand(h, layer, weight, config) @ layer["self_attn.o_proj.weight"].T
+    x = x + reference_attention(h, layer, weight, config) @ layer["self_attn.o_proj.weight"].T
     h = rms_norm(x, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
     up = h @ layer["mlp.up_proj.weight"].T
     if config.mlp == "swiglu":
@@ -51,28 +51,33 @@ def reference_logits(model: FarspanForCausalLM, ids: list[int]) -> np.ndarray:
     else:
         hidden = np.maximum(up, 0)
     x = x + hidden @ layer["mlp.down_proj.weight"].T
-    return rms_norm(x, weight["model.norm.weight"], config.rms_norm_eps) @ weight["lm_head.weight"].T
+    return (
+        rms_norm(x, weight["model.norm.weight"], config.rms_norm_eps) @ weight["lm_head.weight"].T
+    )
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def attention_by_hand(h: np.ndarray, layer: dict, weight: dict, config: FarspanConfig) -> np.ndarray:
+def reference_attention(
+    h: np.ndarray, layer: dict, weight: dict, config: FarspanConfig
+) -> np.ndarray:
     width, heads = config.head_dim, config.num_attention_heads
     q, k, v = (h @ layer[f"self_attn.{name}_proj.weight"].T for name in "qkv")
     output = np.zeros((len(h), heads * width))
     for head in range(heads):
         shared = head // (heads // config.num_key_value_heads)
         for i in range(len(h)):
-            seen = range(max(0, i - config.sliding_window + 1) if config.sliding_window else 0, i + 1)
+            first = max(0, i - config.sliding_window + 1) if config.sliding_window else 0
+            visible = range(first, i + 1)
             scores = []
-            for j in seen:
+            for j in visible:
                 query = q[i, head * width : (head + 1) * width]
                 key = k[j, shared * width : (shared + 1) * width]
                 if config.position[0] == "rope":
-                    turned = int(width * config.rotary_fraction)
-                    query, key = turn(query, i, turned), turn(key, j, turned)
+                    rotated = int(width * config.rotary_fraction)
+                    query, key = rotate(query, i, rotated), rotate(key, j, rotated)
                 score = config.base_scale * float(query @ key)
                 if config.position[0] == "alibi":
                     score -= 2 ** (-8 * (head + 1) / heads) * (i - j)
@@ -80,13 +85,13 @@ def attention_by_hand(h: np.ndarray, layer: dict, weight: dict, config: FarspanC
                     score += weight["model.positions.t5.bias.table.weight"][t5_bucket(i - j), head]
                 scores.append(score)
             p = np.exp(np.array(scores) - max(scores))
-            values = v[list(seen), shared * width : (shared + 1) * width]
+            values = v[list(visible), shared * width : (shared + 1) * width]
             output[i, head * width : (head + 1) * width] = p / p.sum() @ values
     return output
 
 
-def turn(x: np.ndarray, position: int, dims: int) -> np.ndarray:
-    """Rotation as multiplication of complex numbers: dimension i is paired with dimension i + dims/2."""
+def rotate(x: np.ndarray, position: int, dims: int) -> np.ndarray:
+    """Rotation as a product of complex numbers; dimension i pairs with dimension i + dims/2."""
     x, half = x.copy(), dims // 2
     for i in range(half):
         z = complex(x[i], x[i + half]) * cmath.exp(1j * position * 10_000 ** (-2 * i / dims))
@@ -115,7 +120,7 @@ def t5_bucket(distance: int) -> int:
     ids=lambda extra: "-".join(map(str, extra.values())),
 )
 @torch.no_grad()
-def test_a_layer_of_each_encoding_equals_its_definition(extra: dict, window: int | None):
+def test_each_encoding_equals_its_definition(extra: dict, window: int | None):
     spec = {**SHAPE, **extra, "num_hidden_layers": 1}
     spec["position"] += f"/{window}" if window else ""
     model = FarspanForCausalLM(FarspanConfig(**spec)).double().eval()
@@ -124,7 +129,7 @@ def test_a_layer_of_each_encoding_equals_its_definition(extra: dict, window: int
     ids = tokens(40, batch=1)
     expected = reference_logits(model, ids[0].tolist())
     error = np.abs(model(ids).logits[0].numpy() - expected).max() / np.abs(expected).max()
-    assert error < 2e-6  # angles and waves are computed in float32
+    assert error < 2e-6  # angles and sinusoids are computed in float32
 
 
 def test_biases_equal_bloom_and_t5():
@@ -149,33 +154,36 @@ def test_flex_and_tensor_paths_agree(rule):
     tensor, _ = attend(module, q, k, v, None, bias=bias, scaling=0.25)
     with torch.no_grad():  # FlexAttention has no backward on the CPU
         flex = attend_flex(q, k, v, bias, 0.25, compiled=False)
-        frozen = attend_flex(q, k, v, replace(bias, at=rule(24)), 0.25, compiled=False)  # nothing in it learns
+        # Under no_grad the table takes no gradient, so its values are gathered directly.
+        fixed = replace(bias, function=rule(24))
+        gathered = attend_flex(q, k, v, fixed, 0.25, compiled=False)
     assert (tensor - flex).abs().max() < 1e-6
-    assert (tensor - frozen).abs().max() < 1e-6
+    assert (tensor - gathered).abs().max() < 1e-6
     rows = bias.tensor(slice(10, 13))
     assert torch.equal(rows, bias.tensor()[:, :, 10:13])
 
 
-def test_a_table_laid_out_as_a_square_is_what_is_gathered_from_it_and_so_is_its_gradient():
-    found = []
-    for laid_out in (True, False):
+def test_toeplitz_bias_and_its_gradient_equal_gathering():
+    matrices, gradients = [], []
+    for as_toeplitz in (True, False):
         torch.manual_seed(0)
-        table = Table(torch.randn(3, 40, requires_grad=True))
+        table = TableBias(torch.randn(3, 40, requires_grad=True))
         index = torch.arange(24)
-        square = table.square(24) if laid_out else PlacedBias(table, 3, index, index).tensor()[0]
-        found.append(square.tril())
-        (found[-1] * torch.randn(3, 24, 24)).sum().backward()
-        found.append(table.values.grad)
-    assert torch.equal(found[0], found[2])
-    assert (found[1] - found[3]).abs().max() < 1e-5
+        gathered = PlacedBias(table, 3, index, index).tensor()[0]
+        matrix = (table.toeplitz(24) if as_toeplitz else gathered).tril()
+        (matrix * torch.randn(3, 24, 24)).sum().backward()
+        matrices.append(matrix)
+        gradients.append(table.values.grad)
+    assert torch.equal(*matrices)
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-5
 
 
-# ---- what NoPE is, and is not -------------------------------------------------------------------------------
+# ---- invariances of NoPE -------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_nope_ignores_position_ids_and_no_other_encoding_does():
-    """Score biases count cache slots, not position ids; they are told apart by their distances instead."""
+def test_only_nope_and_score_biases_ignore_position_ids():
+    """Score biases use cache slots instead of position ids."""
     ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
     shuffled = torch.randperm(24)[None]
     for family in OURS:
@@ -189,8 +197,13 @@ def test_nope_ignores_position_ids_and_no_other_encoding_does():
 
 
 @torch.no_grad()
-def test_one_layer_of_nope_cannot_tell_the_order_of_its_past():
-    for position, invariant in (("none", True), ("rope", False), ("alibi", False), ("sinusoidal", False)):
+def test_one_nope_layer_is_invariant_to_the_order_of_the_past():
+    for position, invariant in (
+        ("none", True),
+        ("rope", False),
+        ("alibi", False),
+        ("sinusoidal", False),
+    ):
         config = FarspanConfig(**{**SHAPE, "num_hidden_layers": 1, "position": position})
         model = FarspanForCausalLM(config).double().eval()
         for parameter in model.parameters():
@@ -199,12 +212,12 @@ def test_one_layer_of_nope_cannot_tell_the_order_of_its_past():
         permuted = torch.cat((ids[:, :-1][:, torch.randperm(23)], ids[:, -1:]), 1)
         change = (model(ids).logits[:, -1] - model(permuted).logits[:, -1]).abs().max()
         assert (change < 1e-12) == invariant, position
-    # Two layers can: the causal mask shows each token of the past its own past.
+    # Several layers are not: through the causal mask, past tokens depend on their own past.
     model = FAMILIES[0].build()
     assert (model(ids).logits[:, -1] - model(permuted).logits[:, -1]).abs().max() > 1e-5
 
 
-# ---- Llama ---------------------------------------------------------------------------------------------------
+# ---- Llama ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,25 +226,32 @@ def test_one_layer_of_nope_cannot_tell_the_order_of_its_past():
         {"rope_type": "default", "rope_theta": 5_000.0},
         {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
         {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
-        {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
 )
 @torch.no_grad()
-def test_our_rope_model_is_llama(rope: dict):
+def test_rope_model_equals_llama(rope: dict):
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, rope_parameters=dict(rope))).eval()
     ours = FarspanForCausalLM(
-        FarspanConfig(**SHAPE, position="rope", rope_parameters=dict(rope), tie_word_embeddings=False)
+        FarspanConfig(
+            **SHAPE, position="rope", rope_parameters=dict(rope), tie_word_embeddings=False
+        )
     ).eval()
     assert set(ours.state_dict()) == set(llama.state_dict())
     ours.load_state_dict(llama.state_dict())
-    ids = tokens(100)  # beyond max_position_embeddings, where the dynamic type changes its mind
+    ids = tokens(100)  # beyond max_position_embeddings, where dynamic NTK changes the frequencies
     assert (ours(ids).logits - llama(ids).logits).abs().max() < 1e-6
 
 
 @every_encoding
 @torch.no_grad()
-def test_saved_models_load_through_auto_classes_as_they_were(family: Family, tmp_path):
+def test_auto_classes_load_saved_models_unchanged(family: Family, tmp_path):
     model = family.build()
     model.save_pretrained(tmp_path)
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -241,7 +261,7 @@ def test_saved_models_load_through_auto_classes_as_they_were(family: Family, tmp
     assert torch.equal(base(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
 
 
-def test_a_nope_checkpoint_cannot_be_loaded_with_rotation_by_accident(tmp_path):
+def test_llama_refuses_a_nope_checkpoint(tmp_path):
     FAMILIES[0].build().save_pretrained(tmp_path)
     with pytest.raises(KeyError, match="none"):
         hf.LlamaForCausalLM.from_pretrained(tmp_path)
@@ -253,11 +273,13 @@ def test_a_nope_checkpoint_cannot_be_loaded_with_rotation_by_accident(tmp_path):
 
 @every_encoding
 @torch.no_grad()
-def test_generation_agrees_with_and_without_cache_static_and_padded(family: Family):
+def test_generation_is_equal_with_caches_and_padding(family: Family):
     model, ids = family.build(), tokens(9)
     plain = model.generate(ids, max_new_tokens=10, do_sample=False, use_cache=False)
     for options in ({}, {"cache_implementation": "static"}):
-        assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **options), plain)
+        assert torch.equal(
+            model.generate(ids, max_new_tokens=10, do_sample=False, **options), plain
+        )
     padded = torch.cat((torch.zeros(2, 4, dtype=torch.long), ids), 1)
     mask = (padded != 0).long()
     generated = model.generate(padded, attention_mask=mask, max_new_tokens=10, do_sample=False)
@@ -277,7 +299,7 @@ def test_gradient_checkpointing_changes_no_gradient(family: Family):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_dropout_acts_in_training_alone():
+def test_dropout_acts_only_in_training():
     model = FarspanForCausalLM(FarspanConfig(**SHAPE, dropout=0.5))
     assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
     model.eval()
@@ -285,20 +307,22 @@ def test_dropout_acts_in_training_alone():
 
 
 @torch.no_grad()
-def test_logits_to_keep_hidden_states_and_tuples():
+def test_output_options_select_from_the_full_output():
     model = FAMILIES[0].build()
     full = model(tokens(), output_hidden_states=True)
     assert torch.equal(model(tokens(), logits_to_keep=3).logits, full.logits[:, -3:])
-    assert torch.equal(model(tokens(), logits_to_keep=torch.tensor([1, 5])).logits, full.logits[:, [1, 5]])
+    assert torch.equal(
+        model(tokens(), logits_to_keep=torch.tensor([1, 5])).logits, full.logits[:, [1, 5]]
+    )
     assert len(full.hidden_states) == 5
     assert torch.equal(model.lm_head(full.hidden_states[-1]), full.logits)
     assert torch.equal(model(tokens(), return_dict=False)[0], full.logits)
 
 
-# ---- the config's short form ---------------------------------------------------------------------------------
+# ---- config --------------------------------------------------------------------------------------
 
 
-def test_the_short_form_builds_the_hybrids_people_run():
+def test_config_expands_hybrid_position_patterns():
     smollm3 = FarspanConfig(num_hidden_layers=8, position=["rope", "rope", "rope", "none"])
     assert smollm3.position == ["rope", "rope", "rope", "none"] * 2
     assert smollm3.sliding_window is None
@@ -308,37 +332,43 @@ def test_the_short_form_builds_the_hybrids_people_run():
     assert FarspanConfig.from_dict(swan.to_dict()).to_dict() == swan.to_dict()
 
 
-def test_masks_are_made_where_something_is_hidden_and_nowhere_else(monkeypatch):
-    """Whatever is being traced or recorded: a mask that comes and goes would compile a layer twice."""
-    seen: dict[int, object] = {}
+def test_masks_exist_only_where_keys_are_hidden(monkeypatch):
+    """Also while tracing or recording: a mask in only some calls would compile a layer twice."""
+    masks: dict[int, object] = {}
 
-    def watched(module, q, k, v, mask, **kwargs):
-        seen[module.layer_idx] = mask
+    def record_mask(module, q, k, v, mask, **kwargs):
+        masks[module.layer_idx] = mask
         return attend(module, q, k, v, None, **{**kwargs, "sliding_window": None})
 
-    def asked(position: object, implementation: str = "watched") -> list[bool]:
+    def layers_with_mask(position: object, implementation: str = "recorded") -> list[bool]:
         model = FarspanForCausalLM(FarspanConfig(**SHAPE, position=position))
         monkeypatch.setattr(model.config, "_attn_implementation_internal", implementation)
         model(tokens(24), use_cache=False)
-        return [seen[index] is not None for index in range(len(seen))]
+        return [masks[index] is not None for index in range(len(masks))]
 
-    monkeypatch.setattr(hf.masking_utils, "is_tracing", lambda *anything: True)
-    for name in ("watched", "flex_attention"):
-        monkeypatch.setitem(hf.AttentionInterface._global_mapping, name, watched)
-    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, "watched", hf.masking_utils.sdpa_mask)
-    assert not any(asked("none"))
-    assert not any(asked("rope/24"))
-    assert asked(["rope/23", "none"]) == [True, False] * 2
-    assert all(asked("none", "flex_attention"))
+    monkeypatch.setattr(hf.masking_utils, "is_tracing", lambda *tensors: True)
+    # FlexAttention always gets a mask; its own mask function compiles for half a minute.
+    for name, mask_function in (
+        ("recorded", hf.masking_utils.sdpa_mask),
+        ("flex_attention", hf.masking_utils.eager_mask),
+    ):
+        monkeypatch.setitem(hf.AttentionInterface._global_mapping, name, record_mask)
+        monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, name, mask_function)
+    assert not any(layers_with_mask("none"))
+    assert not any(layers_with_mask("rope/24"))
+    assert layers_with_mask(["rope/23", "none"]) == [True, False] * 2
+    assert all(layers_with_mask("none", "flex_attention"))
 
 
-def test_rotation_that_was_removed_stays_removed():
-    config = FarspanConfig(num_hidden_layers=4, position=["rope", "none"], rope_parameters={"rope_type": "none"})
+def test_rope_type_none_makes_rope_layers_nope():
+    config = FarspanConfig(
+        num_hidden_layers=4, position=["rope", "none"], rope_parameters={"rope_type": "none"}
+    )
     assert config.position == ["none"] * 4
 
 
 BAD_CONFIGS = {
-    "'rpoe' is unknown; the nearest is rope": {"position": "rpoe"},
+    "'rpoe' is unknown; did you mean rope": {"position": "rpoe"},
     "choose one of none, rope": {"position": "xyz"},
     r"window sizes \[64, 128\]": {"position": ["rope/128", "rope/64"]},
     r"window sizes \[64, 128\].*one sliding_window": {"position": "rope/128", "sliding_window": 64},
@@ -348,10 +378,14 @@ BAD_CONFIGS = {
     "0 entries does not fit": {"position": []},
     "'learned' is added to the embeddings": {"position": ["learned", "none"]},
     "8 query heads cannot share 3": {"num_key_value_heads": 3},
-    "500 is no multiple of 8 heads": {"hidden_size": 500},
-    "11 dimensions of a head are no pairs": {"hidden_size": 88, "num_attention_heads": 8, "position": "rope"},
+    "500 is not a multiple of 8 heads": {"hidden_size": 500},
+    "11 dimensions of a head are rotated; choose an even number": {
+        "hidden_size": 88,
+        "num_attention_heads": 8,
+        "position": "rope",
+    },
     "mlp 'gelu' is unknown": {"mlp": "gelu"},
-    "num_key_value_heads is -1; give a whole number of 1 or more": {"num_key_value_heads": -1},
+    "num_key_value_heads is -1; set a whole number of 1 or more": {"num_key_value_heads": -1},
     "num_attention_heads is 0": {"num_attention_heads": 0},
     "num_hidden_layers is 0": {"num_hidden_layers": 0},
     "num_hidden_layers is 'x'": {"num_hidden_layers": "x"},
@@ -362,24 +396,27 @@ BAD_CONFIGS = {
     "max_position_embeddings is 0": {"max_position_embeddings": 0},
     "position_table is -3": {"position_table": -3, "position": "learned"},
     "t5_buckets is 1 and": {"t5_buckets": 1, "position": "t5"},
-    "t5_max_distance is 16; give": {"t5_max_distance": 16, "position": "t5"},
-    "rotary_fraction is 0, which turns 0 dimensions": {"rotary_fraction": 0.0, "position": "rope"},
-    "rotary_fraction is 2, which turns 128": {"rotary_fraction": 2.0, "position": "rope"},
+    "t5_max_distance is 16; set": {"t5_max_distance": 16, "position": "t5"},
+    "rotary_fraction is 0, which rotates 0 dimensions": {
+        "rotary_fraction": 0.0,
+        "position": "rope",
+    },
+    "rotary_fraction is 2, which rotates 128": {"rotary_fraction": 2.0, "position": "rope"},
     "sliding_window is None": {"layer_types": ["sliding_attention"] * 8},
     "layer_types names 'linear'": {"layer_types": ["linear"] * 8},
     "2 entries for 8 layers": {"layer_types": ["full_attention"] * 2},
-    "position None is no name": {"position": None},
-    "position 3 is no name": {"position": ["none", 3]},
+    "position None is not a name": {"position": None},
+    "position 3 is not a name": {"position": ["none", 3]},
 }
 
 
 @pytest.mark.parametrize("message", BAD_CONFIGS)
-def test_impossible_configs_are_refused_in_one_sentence(message: str):
+def test_config_refuses_impossible_values(message: str):
     with pytest.raises(FarspanError, match=message):
         FarspanConfig(**BAD_CONFIGS[message])
 
 
-def test_other_attention_functions_may_not_drop_a_bias():
+def test_refuses_attention_that_drops_the_bias():
     model = next(family for family in OURS if family.name == "farspan-alibi").build()
     with pytest.raises(FarspanError, match="would drop the score bias"):
         model.set_attn_implementation("eager")
@@ -387,14 +424,16 @@ def test_other_attention_functions_may_not_drop_a_bias():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", [AlibiBias(8), T5Bias(8, 32, 128)], ids=["alibi", "t5"])
-def test_compiled_flex_agrees_with_the_tensor_path_on_a_gpu_and_so_do_gradients(rule):
+def test_compiled_flex_and_tensor_paths_agree_on_gpu_with_gradients(rule):
     """In bf16, against float32: forward, and the gradients of q, k, v and of T5's table."""
     torch.manual_seed(0)
     rule = rule.cuda()
     index = torch.arange(512, device="cuda")
-    parts = [torch.randn(2, heads, 512, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    parts = [
+        torch.randn(2, heads, 512, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+    ]
     weight = torch.randn(2, 512, 8, 64, device="cuda")
-    found = []
+    results = []
     for compiled in (True, False):
         q, k, v = (part.clone().requires_grad_() for part in parts)
         rule.zero_grad()
@@ -408,15 +447,17 @@ def test_compiled_flex_agrees_with_the_tensor_path_on_a_gpu_and_so_do_gradients(
             output = (scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v4).transpose(1, 2)
         (output * weight).sum().backward()
         tables = [parameter.grad.clone() for parameter in rule.parameters()]
-        found.append([output.detach(), q.grad, k.grad, v.grad, *tables])
-    for fast, slow in zip(*found, strict=True):
+        results.append([output.detach(), q.grad, k.grad, v.grad, *tables])
+    for fast, slow in zip(*results, strict=True):
         error = (fast.float() - slow.float()).norm() / slow.float().norm()
         assert error < 2e-2
 
 
-def test_a_token_that_pads_as_well_is_learnt_where_it_is_read():
-    """In pretraining the end of a text is padding too."""
-    config = FarspanConfig(**{**SHAPE, "pad_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False})
+def test_padding_token_is_trained_where_it_is_an_input():
+    """In pretraining the end-of-text token is also the padding token."""
+    config = FarspanConfig(
+        **{**SHAPE, "pad_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False}
+    )
     model = FarspanForCausalLM(config)
     model(torch.tensor([[5, 1, 7]])).logits.sum().backward()
     assert model.model.embed_tokens.weight.grad[1].abs().max() > 0

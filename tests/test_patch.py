@@ -1,4 +1,4 @@
-"""A patch is data: saved, loaded, combined and applied, it is the same change to the same model."""
+"""Patches: saving, loading, combining and applying them to a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import farspan
 from families import FAMILIES, SHAPE, tokens
 from farspan.attention import seam
-from farspan.attention.patch import Patch, fingerprint, forget_lengths, set_rope
+from farspan.attention.patch import Patch, fingerprint, reset_dynamic_rope, set_rope
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
 
@@ -29,13 +29,13 @@ def patch_for(model, **parts) -> Patch:
 
 
 def head_scales(slope: bool = False) -> Scales:
-    base = 1 + torch.rand(4, 4)
-    return Scales(tuple(range(4)), base, torch.rand(4, 4), "log", 8) if slope else Scales(tuple(range(4)), base)
+    layers, base = tuple(range(4)), 1 + torch.rand(4, 4)
+    return Scales(layers, base, torch.rand(4, 4), "log", 8) if slope else Scales(layers, base)
 
 
 @pytest.mark.parametrize("name", ["llama", "farspan-rope", "smollm3"])
 @torch.no_grad()
-def test_a_saved_patch_is_the_same_patch(name: str, tmp_path):
+def test_saved_patch_reloads_with_equal_logits(name: str, tmp_path):
     model, fresh = family(name), family(name)
     weights = {"model.norm.weight": torch.rand_like(model.model.norm.weight)}
     patch = patch_for(model, scales=head_scales(slope=True), rope=YARN, weights=weights)
@@ -49,40 +49,44 @@ def test_a_saved_patch_is_the_same_patch(name: str, tmp_path):
         "scales.safetensors",
         "weights.safetensors",
     }
-    text = json.loads((tmp_path / "patch" / "patch.json").read_text())
-    assert text["model"]["sha256"] == patch.model
-    assert text["scales"].keys() >= {"basis", "min", "mean", "max"}
+    record = json.loads((tmp_path / "patch" / "patch.json").read_text())
+    assert record["model"]["sha256"] == patch.model
+    assert record["scales"].keys() >= {"basis", "min", "mean", "max"}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @torch.no_grad()
-def test_a_dynamic_rotation_forgets_longer_text(name: str):
-    """Families whose layers rotate in several ways keep each one's frequencies by the layers' name."""
+def test_reset_dynamic_rope_forgets_longer_inputs(name: str):
+    """Gemma 3 keeps the frequencies of each layer type under a prefixed name."""
     model = family(name)
     set_rope(model, {"rope_type": "dynamic", "factor": 4.0})
     middle, long = tokens(100), tokens(240)
     expected = model(middle).logits
     model(long)
-    forget_lengths(model)
+    reset_dynamic_rope(model)
     assert torch.equal(model(middle).logits, expected)
 
 
 @torch.no_grad()
-def test_rope_parameters_act_as_if_the_model_was_built_with_them():
+def test_patched_rope_equals_a_model_built_with_it():
     model = family("llama")
     rope = {**YARN, "rope_theta": 10_000.0}
-    built = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})).eval()
+    built = LlamaForCausalLM(
+        LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})
+    ).eval()
     built.load_state_dict(model.state_dict())
     stock = model(tokens()).logits
     patch_for(model, rope=YARN).apply(model)
     assert torch.equal(model(tokens()).logits, built(tokens()).logits)
     assert not torch.equal(model(tokens()).logits, stock)
-    assert model.config.rope_parameters["rope_theta"] == 10_000.0, "an override must not lose the base frequency"
+    assert model.config.rope_parameters["rope_theta"] == 10_000.0, (
+        "an override must not lose the base frequency"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "llama4", "gemma3", "farspan-rope"])
 @torch.no_grad()
-def test_removing_rotation_leaves_a_model_that_ignores_positions(name: str):
+def test_model_without_rotation_ignores_position_ids(name: str):
     model = family(name)
     mask, shuffled = torch.ones(2, 24, dtype=torch.long), torch.randperm(24)[None]
     call = {"input_ids": tokens(), "attention_mask": mask}
@@ -92,28 +96,30 @@ def test_removing_rotation_leaves_a_model_that_ignores_positions(name: str):
 
 
 @torch.no_grad()
-def test_only_layers_that_see_everything_get_new_rope_parameters():
+def test_only_full_attention_layers_get_new_rope_parameters():
     model = family("gemma3")
-    local = model.model.rotary_emb.sliding_attention_inv_freq.clone()
-    wide = model.model.rotary_emb.full_attention_inv_freq.clone()
+    sliding = model.model.rotary_emb.sliding_attention_inv_freq.clone()
+    full = model.model.rotary_emb.full_attention_inv_freq.clone()
     set_rope(model, {"rope_type": "linear", "factor": 4.0})
-    assert torch.equal(model.model.rotary_emb.sliding_attention_inv_freq, local)
-    assert torch.allclose(model.model.rotary_emb.full_attention_inv_freq, wide / 4)
+    assert torch.equal(model.model.rotary_emb.sliding_attention_inv_freq, sliding)
+    assert torch.allclose(model.model.rotary_emb.full_attention_inv_freq, full / 4)
 
 
 @torch.no_grad()
-def test_rotation_can_be_removed_and_given_back():
+def test_rotation_can_be_removed_and_restored():
     model = family("llama")
     set_rope(model, YARN)
     yarn = model(tokens()).logits
     set_rope(model, {"rope_type": "none"})
-    assert model.model.rotary_emb.attention_scaling == 1.0, "YaRN's factor must go with the rotation"
+    assert model.model.rotary_emb.attention_scaling == 1.0, (
+        "YaRN's factor must be removed with the rotation"
+    )
     set_rope(model, YARN)
     assert torch.equal(model(tokens()).logits, yarn)
 
 
 @torch.no_grad()
-def test_our_model_without_its_rotation_is_saved_and_exported_as_nope(tmp_path):
+def test_farspan_model_without_rotation_is_saved_and_exported_as_nope(tmp_path):
     from farspan.formats.stock import to_stock
 
     model = family("farspan-rope")
@@ -123,11 +129,11 @@ def test_our_model_without_its_rotation_is_saved_and_exported_as_nope(tmp_path):
     assert loaded.config.position == ["none"] * 4
     assert (loaded(tokens()).logits - model(tokens()).logits).abs().max() < 1e-6
     assert to_stock(model)[1].holds
-    found = farspan.inspect(model)
-    assert {(layer.position, layer.claimed) for layer in found.layers} == {("none", "none")}
+    layers = farspan.inspect(model).layers
+    assert {(layer.position, layer.claimed) for layer in layers} == {("none", "none")}
 
 
-def test_a_rotary_fraction_survives_new_rope_parameters():
+def test_new_rope_parameters_keep_the_rotary_fraction():
     for name in ("farspan-quarter-rope", "gpt-neox"):
         model = family(name)
         rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
@@ -137,14 +143,14 @@ def test_a_rotary_fraction_survives_new_rope_parameters():
         assert len(rotary.inv_freq) == width
 
 
-def test_new_rope_parameters_stay_in_one_model():
+def test_set_rope_does_not_change_a_shared_config():
     config = LlamaConfig(**SHAPE)
     first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
     set_rope(first, YARN)
     assert second.config.rope_parameters["rope_type"] == "default"
 
 
-def test_one_checkpoint_read_in_two_ways_is_two_models(tmp_path):
+def test_position_override_changes_the_fingerprint_and_is_saved(tmp_path):
     llama = family("llama")
     llama.save_pretrained(tmp_path / "base")
     nope = farspan.load(tmp_path / "base", position="none").model
@@ -155,20 +161,25 @@ def test_one_checkpoint_read_in_two_ways_is_two_models(tmp_path):
     assert {layer.position for layer in farspan.inspect(tmp_path / "patch").layers} == {"none"}
 
 
-def test_a_label_is_what_others_see_of_a_place_on_this_disk(tmp_path):
+def test_portable_patch_has_the_label_instead_of_the_local_path(tmp_path):
     patch = replace(patch_for(family("llama"), rope=YARN), name="/home/me/runs/a", label="runs/a")
     loaded = Patch.load(patch.save(tmp_path / "patch"))
     assert (loaded.name, loaded.label) == ("/home/me/runs/a", "runs/a")
-    assert "/home/me" not in json.dumps(loaded.for_others().describe())
-    assert loaded.for_others().name == "runs/a"
-    assert replace(patch, label="").for_others().name == patch.name
+    assert "/home/me" not in json.dumps(loaded.portable().describe())
+    assert loaded.portable().name == "runs/a"
+    assert replace(patch, label="").portable().name == patch.name
 
 
-def test_of_two_patches_the_later_wins():
+def test_then_prefers_the_later_patch():
     model = family("llama")
     one, two = torch.ones(32), 2 * torch.ones(32)
     first = patch_for(model, rope=YARN, weights={"model.norm.weight": one})
-    second = replace(first, target=512, rope={"rope_type": "linear", "factor": 2.0}, weights={"model.norm.weight": two})
+    second = replace(
+        first,
+        target=512,
+        rope={"rope_type": "linear", "factor": 2.0},
+        weights={"model.norm.weight": two},
+    )
     both = first.then(second)
     assert both.target == 512
     assert both.rope["rope_type"] == "linear"
@@ -177,7 +188,7 @@ def test_of_two_patches_the_later_wins():
 
 
 @torch.no_grad()
-def test_then_applies_both():
+def test_then_applies_both_patches():
     first, second = family("smollm3"), family("smollm3")
     yarn = patch_for(first, rope=YARN)
     scales = patch_for(first, scales=head_scales())
@@ -189,20 +200,28 @@ def test_then_applies_both():
 
 
 @pytest.mark.parametrize("slope", [False, True])
-def test_scales_of_two_patches_multiply(slope: bool):
+def test_then_multiplies_scales(slope: bool):
     model = family("farspan-none")
     a = Scales((0, 2), 1 + torch.rand(2, 4))
-    b = Scales((2, 3), 1 + torch.rand(2, 4), torch.rand(2, 4) if slope else None, "log" if slope else "constant", 8)
+    b = Scales(
+        (2, 3),
+        1 + torch.rand(2, 4),
+        torch.rand(2, 4) if slope else None,
+        "log" if slope else "constant",
+        8,
+    )
     for first, second in ((a, b), (b, a)):
         product = patch_for(model, scales=first).then(patch_for(model, scales=second)).scales
         assert product.layers == (0, 2, 3)
         for n in (4, 8, 100):
             count = torch.tensor(n)
-            expected = torch.stack((a.at(count)[0], a.at(count)[1] * b.at(count)[0], b.at(count)[1]))
+            expected = torch.stack(
+                (a.at(count)[0], a.at(count)[1] * b.at(count)[0], b.at(count)[1])
+            )
             assert torch.allclose(product.at(count), expected)
 
 
-def test_patches_that_do_not_fit_change_nothing():
+def test_refused_patches_leave_the_model_unchanged():
     model, other = family("llama"), family("farspan-none")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(FarspanError, match="fitted on weights .*apply it to its own base model"):
@@ -211,13 +230,18 @@ def test_patches_that_do_not_fit_change_nothing():
         patch_for(model, weights={"lm_head.bias": torch.ones(3)}, rope=YARN).apply(model)
     with pytest.raises(FarspanError, match="layer 9"):
         bad = Scales.uniform(1.2, (9,), 4)
-        patch_for(model, scales=bad, rope=YARN, weights={"model.norm.weight": torch.ones(32)}).apply(model)
+        patch_for(
+            model, scales=bad, rope=YARN, weights={"model.norm.weight": torch.ones(32)}
+        ).apply(model)
     with pytest.raises(FarspanError, match="fitted on another base model"):
         patch_for(model).then(patch_for(other))
     schedules = patch_for(model, scales=head_scales(slope=True))
     with pytest.raises(FarspanError, match="two schedules"):
         schedules.then(schedules)
-    with pytest.raises(FarspanError, match="does not run with rope parameters .*; give what that rope_type needs"):
+    with pytest.raises(
+        FarspanError,
+        match="does not run with rope parameters .*; set all parameters that this rope_type needs",
+    ):
         patch_for(model, rope={"rope_type": "yarn"}).apply(model)
     with pytest.raises(FarspanError, match="no rotary layer"):
         patch_for(other, rope=YARN).apply(other)
@@ -226,21 +250,25 @@ def test_patches_that_do_not_fit_change_nothing():
     assert not seam.installed(model)
 
 
-def test_rope_parameters_with_which_a_family_does_not_run_change_nothing():
-    """Ministral's attention reads more of them than rotation needs."""
+def test_refused_rope_parameters_leave_the_model_unchanged():
+    """Ministral's attention reads more rope parameters than rotation needs."""
     model = family("ministral3")
     with torch.no_grad():
         before = model(tokens(), use_cache=False).logits
-        with pytest.raises(FarspanError, match="Ministral3ForCausalLM does not run with rope parameters"):
+        with pytest.raises(
+            FarspanError, match="Ministral3ForCausalLM does not run with rope parameters"
+        ):
             set_rope(model, {"rope_type": "linear", "factor": 2.0})
         assert torch.equal(model(tokens(), use_cache=False).logits, before)
 
 
-def test_a_patch_is_loaded_in_any_precision(tmp_path):
+def test_patched_model_loads_in_any_dtype(tmp_path):
     model, tokenizer = farspan.load("rope-twin")
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    scales = Scales.uniform(1.2, range(model.config.num_hidden_layers), model.config.num_attention_heads)
+    scales = Scales.uniform(
+        1.2, range(model.config.num_hidden_layers), model.config.num_attention_heads
+    )
     patch_for(model, scales=scales, name=str(tmp_path / "base")).save(tmp_path / "patch")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loaded, _ = farspan.load(tmp_path / "patch", dtype=dtype)
@@ -248,22 +276,22 @@ def test_a_patch_is_loaded_in_any_precision(tmp_path):
         assert seam.installed(loaded)
 
 
-def test_the_fingerprint_knows_weights_and_not_their_dtype():
+def test_fingerprint_depends_on_weights_and_not_on_dtype():
     model = family("llama")
-    mark = fingerprint(model)
-    assert fingerprint(copy.deepcopy(model).bfloat16()) == mark
-    assert fingerprint(copy.deepcopy(model).bfloat16().float()) == mark
-    assert fingerprint(seam.install(copy.deepcopy(model))) == mark
+    before = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model).bfloat16()) == before
+    assert fingerprint(copy.deepcopy(model).bfloat16().float()) == before
+    assert fingerprint(seam.install(copy.deepcopy(model))) == before
     model.lm_head.weight.data[0, 0] += 1
-    assert fingerprint(model) != mark
+    assert fingerprint(model) != before
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "nan", "json", "format", "shape"])
-def test_a_damaged_patch_is_refused(damage: str, tmp_path):
+def test_load_refuses_a_damaged_patch(damage: str, tmp_path):
     from safetensors.torch import save_file
 
     patch_for(family("llama"), scales=head_scales()).save(tmp_path / "patch")
-    tables, text = tmp_path / "patch" / "scales.safetensors", tmp_path / "patch" / "patch.json"
+    tables, record = tmp_path / "patch" / "scales.safetensors", tmp_path / "patch" / "patch.json"
     if damage == "missing":
         tables.unlink()
     elif damage == "truncated":
@@ -273,9 +301,9 @@ def test_a_damaged_patch_is_refused(damage: str, tmp_path):
     elif damage == "shape":
         save_file({"base": torch.ones(3, 4)}, tables)
     elif damage == "json":
-        text.write_text(text.read_text()[:-5])
+        record.write_text(record.read_text()[:-5])
     else:
-        text.write_text(text.read_text().replace('"format": 1', '"format": 99'))
+        record.write_text(record.read_text().replace('"format": 1', '"format": 99'))
     expected = FarspanError if damage == "format" else CorruptError
     with pytest.raises(expected, match=rf"^{tmp_path}/patch.*;"):
         Patch.load(tmp_path / "patch")

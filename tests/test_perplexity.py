@@ -1,4 +1,4 @@
-"""Perplexity scores the tokens it says, each once, with the context it says, whatever the batch and the family."""
+"""Perplexity scores exactly the defined tokens, once each, for every batch size and family."""
 
 from __future__ import annotations
 
@@ -20,19 +20,30 @@ from farspan.evals import perplexity
 from farspan.evals.perplexity import Perplexity, Text, read_text
 from farspan.evals.scores import bootstrap, wilson
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.model.loss import ending_logits, last_losses, token_losses
+from farspan.model.loss import last_logits, last_losses, token_losses
 
 TOKENIZER = SimpleNamespace(bos_token_id=1)
 
 
 def text(*sizes: int, seed: int = 0) -> Text:
     rows = [tokens(size, 1, seed + number)[0].int() for number, size in enumerate(sizes)]
-    return Text("text", tuple(f"document {number}" for number in range(len(sizes))), tuple(rows), f"{sizes} {seed}")
+    return Text(
+        "text",
+        tuple(f"document {number}" for number in range(len(sizes))),
+        tuple(rows),
+        f"{sizes} {seed}",
+    )
 
 
 def tiny(**shape) -> FarspanForCausalLM:
     torch.manual_seed(0)
-    shape = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, **shape}
+    shape = {
+        "vocab_size": 128,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        **shape,
+    }
     model = FarspanForCausalLM(FarspanConfig(**shape, intermediate_size=16))
     for parameter in model.parameters():
         parameter.data.mul_(10)  # losses that differ from window to window
@@ -40,40 +51,72 @@ def tiny(**shape) -> FarspanForCausalLM:
 
 
 def samples(evaluation: Perplexity, model, tokenizer=TOKENIZER) -> list[dict]:
-    return [sample for cell in evaluation.cells() for sample in evaluation.run(cell, model, tokenizer)]
+    return [
+        sample for cell in evaluation.cells() for sample in evaluation.run(cell, model, tokenizer)
+    ]
 
 
 @torch.no_grad()
-def loss_of(model, ids: torch.Tensor, place: int, start: int) -> float:
-    """−ln p of one token given those from `start` on, by a forward pass for it alone."""
-    logits = model(input_ids=ids[None, start:place].long(), use_cache=False).logits[0, -1].double()
-    return float(F.cross_entropy(logits[None], ids[place][None].long()))
+def brute_force_losses(model, contexts: list[tuple[int, ...]], targets: list[int]) -> list[float]:
+    """−ln p of each target after its context, in a separate row for every target.
+
+    Contexts of one length share a forward pass.
+    """
+    losses = [math.nan] * len(contexts)
+    for length in {len(context) for context in contexts}:
+        numbers = [n for n, context in enumerate(contexts) if len(context) == length]
+        rows = torch.tensor([contexts[n] for n in numbers])
+        logits = model(input_ids=rows, use_cache=False).logits[:, -1].double()
+        expected = torch.tensor([targets[n] for n in numbers])
+        values = F.cross_entropy(logits, expected, reduction="none").tolist()
+        for number, value in zip(numbers, values, strict=True):
+            losses[number] = value
+    return losses
 
 
 def test_sliding_windows_equal_brute_force_token_by_token():
-    """300 random texts, lengths and strides, float64; and of each text, every token from where the longest length has
-    its first full window is scored, once at every length."""
+    """300 random texts, lengths and strides in float64.
+
+    Every token from the first full window of the longest length on is scored once at every length.
+    """
     model, rng = tiny(), np.random.default_rng(0)
+    contexts: list[tuple[int, ...]] = []
+    targets: list[int] = []
+    scored_samples: list[tuple[dict, slice]] = []
     for case in range(300):
         stride = int(rng.integers(1, 6))
-        lengths = tuple(sorted({int(rng.integers(stride + 1, stride + 12)) for _ in range(1 + case % 2)}))
+        lengths = tuple(
+            sorted({int(rng.integers(stride + 1, stride + 12)) for _ in range(1 + case % 2)})
+        )
         size = max(lengths) + int(rng.integers(0, 9))
         corpus = text(size, seed=case)
         (ids,) = corpus.ids
-        found = [s for s in samples(Perplexity((corpus,), lengths, stride=stride), model) if "losses" not in s]
+        evaluation = Perplexity((corpus,), lengths, stride=stride)
+        windows = [
+            sample
+            for cell in evaluation.cells()
+            if "curve" not in cell.settings
+            for sample in evaluation.run(cell, model, TOKENIZER)
+        ]
         for length in lengths:
-            mine = [sample for sample in found if sample["length"] == length]
-            scored = [place for s in mine for place in range(s["end"] - s["scored"], s["end"])]
+            at_length = [sample for sample in windows if sample["length"] == length]
+            scored = [i for s in at_length for i in range(s["end"] - s["scored"], s["end"])]
             assert sorted(scored) == list(range(max(lengths) - stride, size))
-            for sample in mine:
+            for sample in at_length:
                 start, end = sample["start"], sample["end"]
                 assert end - start == length
-                brute = sum(loss_of(model, ids, place, start) for place in range(end - sample["scored"], end))
-                assert sample["nll"] == pytest.approx(brute, abs=1e-10)
+                first = len(targets)
+                for index in range(end - sample["scored"], end):
+                    contexts.append(tuple(ids[start:index].tolist()))
+                    targets.append(int(ids[index]))
+                scored_samples.append((sample, slice(first, len(targets))))
+    losses = brute_force_losses(model, contexts, targets)
+    for sample, tokens_of_sample in scored_samples:
+        assert sample["nll"] == pytest.approx(sum(losses[tokens_of_sample]), abs=1e-10)
 
 
-def targets(model, ids: torch.Tensor, last: int) -> torch.Tensor:
-    """The mean loss of the last tokens of a window, by labels as the two scripts set them."""
+def label_loss(model, ids: torch.Tensor, last: int) -> torch.Tensor:
+    """The mean loss of the last tokens of a window, by labels as the two papers' scripts do it."""
     labels = ids.clone()
     labels[:, :-last] = -100
     logits = model(input_ids=ids, use_cache=False).logits
@@ -89,7 +132,7 @@ def test_mode_yarn_equals_its_definition(length):
         for begin in range(0, len(ids), stride):
             end = min(begin + length - 1, len(ids))
             window = torch.cat((torch.tensor([1]), ids[begin:end].long()))[None]
-            losses.append(targets(model, window, end - before))
+            losses.append(label_loss(model, window, end - before))
             before = end
             if end == len(ids):
                 break
@@ -108,7 +151,7 @@ def test_mode_paper_a_equals_its_definition(budget):
     for ids in corpus.ids:
         for begin in range(0, len(ids) - length + 1, stride):
             if left >= stride:
-                losses.append(targets(model, ids[None, begin : begin + length].long(), stride))
+                losses.append(label_loss(model, ids[None, begin : begin + length].long(), stride))
                 left -= stride
     evaluation = Perplexity((corpus,), (length,), "paper-a", stride, budget)
     (score,) = evaluation.score(samples(evaluation, model))
@@ -117,52 +160,59 @@ def test_mode_paper_a_equals_its_definition(budget):
     assert score.tags["skipped"] == 1, "the document of 7 tokens"
 
 
-def test_paper_a_s_budget_is_the_papers():
+def test_default_budget_is_that_of_wang_2024():
     assert perplexity.BUDGET == 2_097_152
 
 
-def test_a_subset_is_drawn_by_the_seed_and_is_the_same_at_every_length():
+def test_random_subset_depends_on_the_seed_and_not_on_the_length():
     corpus = text(400, 300, 20)
     base = Perplexity((corpus,), (16, 32), stride=8)
-    whole = len(base.plans["text", 32])
+    total = len(base.plans["text", 32])
     drawn = {}
     for seed in (0, 1):
-        some = replace(base, windows=10, seed=seed)
-        plans = [[(w.document, w.end, w.scored) for w in some.plans["text", length]] for length in (16, 32)]
+        subset = replace(base, windows=10, seed=seed)
+        plans = [
+            [(w.document, w.end, w.scored) for w in subset.plans["text", length]]
+            for length in (16, 32)
+        ]
         assert plans[0] == plans[1]
-        assert len(plans[0]) == 10 < whole
+        assert len(plans[0]) == 10 < total
         drawn[seed] = plans[0]
     assert drawn[0] != drawn[1]
     assert len(replace(base, budget=80).plans["text", 16]) == 10
-    assert [cell.settings for cell in base.cells()] != [cell.settings for cell in replace(base, seed=1).cells()]
+    assert [cell.settings for cell in base.cells()] != [
+        cell.settings for cell in replace(base, seed=1).cells()
+    ]
 
 
-def test_documents_that_are_too_short_are_counted():
+def test_counts_documents_that_are_too_short():
     evaluation = Perplexity((text(60, 10, 31),), (16, 32), stride=8)
-    scores = [score for score in evaluation.score(samples(evaluation, tiny())) if score.metric == "ppl"]
+    scores = [
+        score for score in evaluation.score(samples(evaluation, tiny())) if score.metric == "ppl"
+    ]
     assert [score.length for score in scores] == [16, 32]
     assert {score.tags["skipped"] for score in scores} == {2}
     assert {score.tags["documents"] for score in scores} == {1}
     assert {score.n for score in scores} == {60 - (32 - 8)}
 
 
-def test_tokens_count_alike_and_the_interval_is_over_documents_where_there_are_many():
+def test_tokens_have_equal_weight_and_many_documents_are_resampled():
     evaluation = Perplexity((text(*range(40, 52)),), (16,), stride=8)
-    found = [sample for sample in samples(evaluation, tiny()) if "losses" not in sample]
-    (score,) = [score for score in evaluation.score(found) if score.metric == "ppl"]
-    mean = sum(sample["nll"] for sample in found) / sum(sample["scored"] for sample in found)
+    windows = [sample for sample in samples(evaluation, tiny()) if "losses" not in sample]
+    (score,) = [score for score in evaluation.score(windows) if score.metric == "ppl"]
+    mean = sum(sample["nll"] for sample in windows) / sum(sample["scored"] for sample in windows)
     assert math.log(score.value) == pytest.approx(mean)
     assert score.low < score.value < score.high
     assert score.tags["interval"] == "documents"
-    few = evaluation.score([sample for sample in found if sample["document"] < "document 3"])
+    few = evaluation.score([sample for sample in windows if sample["document"] < "document 3"])
     assert few[0].tags["interval"] == "windows"
 
 
-def test_loss_by_position_is_that_of_whole_windows():
+def test_loss_by_position_averages_full_windows():
     model, corpus = tiny(), text(300)
     evaluation = Perplexity((corpus,), (64,), stride=8)
     curves = [sample for sample in samples(evaluation, model) if "losses" in sample]
-    assert len(curves) == 4, "as many as the text holds"
+    assert len(curves) == 4, "as many full windows as the text has"
     for curve in curves:
         ids = corpus.ids[0][curve["start"] : curve["end"]].long()[None]
         losses = token_losses(model, ids)[0]
@@ -173,44 +223,52 @@ def test_loss_by_position_is_that_of_whole_windows():
     assert [score.length for score in scores] == curves[0]["positions"]
 
 
-def test_out_of_memory_and_batches_change_nothing(monkeypatch):
-    model, evaluation = tiny(num_hidden_layers=2).float(), Perplexity((text(200, 150),), (16, 32), stride=8)
-    alone, seen = samples(evaluation, model), []
+def test_results_do_not_depend_on_batches_or_out_of_memory(monkeypatch):
+    model, evaluation = (
+        tiny(num_hidden_layers=2).float(),
+        Perplexity((text(200, 150),), (16, 32), stride=8),
+    )
+    single, sizes = samples(evaluation, model), []
 
-    def short(model, rows, count):
-        seen.append(len(rows))
+    def run_out_of_memory(model, rows, count):
+        sizes.append(len(rows))
         if len(rows) > 3:
             raise torch.OutOfMemoryError("out of memory")
         return last_losses(model, rows, count)
 
-    monkeypatch.setattr(perplexity, "last_losses", short)
-    assert samples(replace(evaluation, batch=7), model) == alone, "on the CPU a row has no neighbours"
-    assert set(seen) == {1}
-    monkeypatch.setattr(perplexity, "rows_at_once", lambda model, length, asked: 10)
+    monkeypatch.setattr(perplexity, "last_losses", run_out_of_memory)
+    assert samples(replace(evaluation, batch=7), model) == single
+    assert set(sizes) == {1}, "on the CPU every batch has one row"
+    monkeypatch.setattr(perplexity, "rows_per_batch", lambda model, length, requested: 10)
     halved = samples(evaluation, model)
-    assert {10, 5, 2} <= set(seen)
-    for one, other in zip(alone, halved, strict=True):
+    assert {10, 5, 2} <= set(sizes)
+    for one, other in zip(single, halved, strict=True):
         assert one["nll"] == pytest.approx(other["nll"], rel=1e-5)
 
 
-OFF_THE_SEAM = {
+WITHOUT_SEAM = {
     "bloom": lambda: hf.BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4),
     "mpt": lambda: hf.MptConfig(vocab_size=128, d_model=32, n_layers=2, n_heads=4),
     "falcon": lambda: hf.FalconConfig(
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
     ),
     "opt": lambda: hf.OPTConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=48,
+        word_embed_proj_dim=32,
     ),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*(family.name for family in FAMILIES), *OFF_THE_SEAM])
-def test_every_family_is_scored_by_its_own_logits(name):
-    if name in OFF_THE_SEAM:
+@pytest.mark.parametrize("name", [*(family.name for family in FAMILIES), *WITHOUT_SEAM])
+def test_every_family_is_scored_by_its_logits(name):
+    if name in WITHOUT_SEAM:
         torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(OFF_THE_SEAM[name]()).eval()
+        model = hf.AutoModelForCausalLM.from_config(WITHOUT_SEAM[name]()).eval()
     else:
         model = next(family for family in FAMILIES if family.name == name).build()
     corpus = text(40)
@@ -224,111 +282,144 @@ def test_every_family_is_scored_by_its_own_logits(name):
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)
-def test_sparing_the_last_layer_changes_no_logit(family, scaled):
-    """Of our own models only the last queries are computed in the last layer: also under a schedule, which counts the
-    keys each of them sees, and after a cache."""
+def test_computing_only_the_last_queries_changes_no_logit(family, scaled):
+    """The last layer of farspan's models computes only the last queries.
+
+    Also under a schedule, which counts the visible keys of each query, and after a KV cache.
+    """
     model, ids = family.build(dtype=torch.float64), tokens(40)
     if scaled:
         table = torch.linspace(1.1, 1.9, 4).repeat(4, 1)
         seam.install(model, Scales(tuple(range(4)), table, table / 8, "log", 8))
     with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
+        full = model(input_ids=ids, use_cache=False).logits
         for count in (1, 7, 39, 40):
-            assert torch.allclose(ending_logits(model, ids, count), whole[:, -count:], rtol=0, atol=1e-9)
-            assert model.model(input_ids=ids, use_cache=False, last=count).last_hidden_state.shape[1] == count
+            assert torch.allclose(
+                last_logits(model, ids, count), full[:, -count:], rtol=0, atol=1e-9
+            )
+            output = model.model(input_ids=ids, use_cache=False, positions_to_keep=count)
+            assert output.last_hidden_state.shape[1] == count
         cache = hf.DynamicCache(config=model.config)
-        ending_logits(model, ids[:, :25], 1, cache)
-        assert torch.allclose(ending_logits(model, ids[:, 25:], 4, cache), whole[:, -4:], rtol=0, atol=1e-9)
-        assert cache.get_seq_length() == 40, "keys and values of every position are kept"
+        last_logits(model, ids[:, :25], 1, cache)
+        assert torch.allclose(
+            last_logits(model, ids[:, 25:], 4, cache), full[:, -4:], rtol=0, atol=1e-9
+        )
+        assert cache.get_seq_length() == 40, "the cache holds every position"
 
 
-def test_sparing_the_last_layer_spares_queries():
-    model, seen = FAMILIES[0].build(), []
-    with torch.no_grad(), seam.observing(model, lambda call: seen.append((call.q.shape[2], call.n[0].tolist()))):
-        ending_logits(model, tokens(24), 3)
-    assert [queries for queries, _ in seen] == [24, 24, 24, 3]
-    assert seen[-1][1] == [22, 23, 24]
+def test_last_layer_computes_only_the_last_queries():
+    model, calls = FAMILIES[0].build(), []
+
+    def record(call: seam.Call) -> None:
+        visible = seam.visible_keys(call.q, call.k, call.mask)
+        calls.append((call.q.shape[2], visible[0].tolist()))
+
+    with torch.no_grad(), seam.observing(model, record):
+        last_logits(model, tokens(24), 3)
+    assert [queries for queries, _ in calls] == [24, 24, 24, 3]
+    assert calls[-1][1] == [22, 23, 24]
 
 
-def test_intervals_hold_what_they_promise():
-    """95% intervals over documents, whose values move together: of 300, at least 88% and not all hold the truth."""
+def test_document_intervals_have_95_percent_coverage():
+    """Values of one document are correlated; of 300 intervals at least 88%, not all, cover 0."""
     rng = np.random.default_rng(0)
-    held = over_values = 0
+    covered = value_covered = 0
     for _ in range(300):
         documents = np.repeat(np.arange(25), 8)
         values = rng.normal(0, 1, 25)[documents] + rng.normal(0, 1, 200)
         _, low, high = bootstrap(values, groups=documents, draws=400)
-        held += low <= 0 <= high
+        covered += low <= 0 <= high
         _, low, high = bootstrap(values, draws=400)
-        over_values += low <= 0 <= high
-    assert 0.88 * 300 <= held < 300
-    assert over_values < 0.75 * 300, "single values pretend to more than they know"
+        value_covered += low <= 0 <= high
+    assert 0.88 * 300 <= covered < 300
+    assert value_covered < 0.75 * 300, "resampling single values is overconfident"
 
 
-def test_a_sample_of_windows_is_honest_about_the_whole():
-    """Of 300 samples of 40 windows, 88% of the intervals or more hold the perplexity of all 2,000."""
+def test_intervals_of_window_samples_cover_the_full_perplexity():
+    """Of 300 samples of 40 windows, at least 88% of the intervals cover that of all 2,000."""
     rng = np.random.default_rng(1)
     losses = rng.gamma(4, 0.75, 2000)
-    evaluation, held = Perplexity((text(50),), (16,), stride=8), 0
+    evaluation, covered = Perplexity((text(50),), (16,), stride=8), 0
     for _ in range(300):
         drawn = rng.choice(losses, 40, replace=False)
-        made = [
-            {"eval": "perplexity", "task": "text", "length": 16, "document": "one", "scored": 8, "nll": 8 * loss}
+        windows = [
+            {
+                "eval": "perplexity",
+                "task": "text",
+                "length": 16,
+                "document": "one",
+                "scored": 8,
+                "nll": 8 * loss,
+            }
             for loss in drawn.tolist()
         ]
-        (score,) = evaluation.score(made)
-        held += score.low <= math.exp(losses.mean()) <= score.high
-    assert 0.88 * 300 <= held < 300
+        (score,) = evaluation.score(windows)
+        covered += score.low <= math.exp(losses.mean()) <= score.high
+    assert 0.88 * 300 <= covered < 300
 
 
 @pytest.mark.parametrize("windows", [2, 4, 8])
-def test_an_interval_of_few_windows_is_honest_too(windows):
-    """Of 500, at least 88% hold the truth; percentiles alone would be 48%, 79% and 90%."""
+def test_intervals_of_few_windows_have_95_percent_coverage(windows):
+    """Of 500, at least 88% cover the truth; plain percentiles would reach 48%, 79% and 90%."""
     rng = np.random.default_rng(2)
-    intervals = [bootstrap(rng.gamma(4, 0.75, windows), draws=400, within=(0, math.inf))[1:] for _ in range(500)]
+    intervals = [
+        bootstrap(rng.gamma(4, 0.75, windows), draws=400, within=(0, math.inf))[1:]
+        for _ in range(500)
+    ]
     assert 0.88 * 500 <= sum(low <= 3 <= high for low, high in intervals) < 500
     assert min(low for low, _ in intervals) >= 0
 
 
-def test_one_window_alone_has_no_interval():
+def test_a_single_window_has_no_interval():
     evaluation = Perplexity((text(60),), (16,), stride=8, windows=1)
-    (score,) = [score for score in evaluation.score(samples(evaluation, tiny())) if score.metric == "ppl"]
+    (score,) = [
+        score for score in evaluation.score(samples(evaluation, tiny())) if score.metric == "ppl"
+    ]
     assert (score.tags["windows"], score.tags["interval"], score.tags["stride"]) == (1, "none", 8)
     assert score.low == score.value == score.high
 
 
 @torch.no_grad()
-def test_losses_of_large_vocabularies_are_summed_without_a_bias():
-    """In float32 a sum over 100,000 logits along a stride is off by 1e-4, always to the same side."""
+def test_losses_of_large_vocabularies_are_unbiased():
+    """A naive float32 sum over 100,000 logits is off by 1e-4, always in the same direction."""
     torch.manual_seed(0)
-    config = FarspanConfig(vocab_size=100_000, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    config = FarspanConfig(
+        vocab_size=100_000, hidden_size=16, intermediate_size=16, num_hidden_layers=1
+    )
     model = FarspanForCausalLM(config).eval()
     model.lm_head.weight.normal_(0, 0.6)
     ids = torch.randint(100_000, (1, 65))
-    found = last_losses(model, ids, 64).double()
-    assert float((found - token_losses(model.double(), ids)).mean().abs()) < 1e-5
+    losses = last_losses(model, ids, 64).double()
+    assert float((losses - token_losses(model.double(), ids)).mean().abs()) < 1e-5
 
 
-def test_a_loss_beyond_all_bounds_has_a_perplexity():
-    made = [
-        {"eval": "perplexity", "task": "text", "length": 16, "document": "one", "scored": 1, "nll": loss}
+def test_perplexity_of_a_huge_loss_is_finite():
+    windows = [
+        {
+            "eval": "perplexity",
+            "task": "text",
+            "length": 16,
+            "document": "one",
+            "scored": 1,
+            "nll": loss,
+        }
         for loss in (800.0, 900.0)
     ]
-    (score,) = Perplexity((text(50),), (16,), stride=8).score(made)
+    (score,) = Perplexity((text(50),), (16,), stride=8).score(windows)
     assert math.isfinite(score.value)
     assert score.low <= score.value <= score.high
     assert score.tags["nll"] == 850
 
 
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192, 16_384, 100_000])
-def test_on_a_gpu_cells_are_whole_batches(length):
-    """A batch of another size is not computed by compiled layers."""
+def test_cells_are_whole_batches_on_a_gpu(length):
+    """Compiled layers do not run batches of another size."""
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     (cell, *_) = Perplexity((text(length + 9),), (length,), "paper-a", 1).cells()
-    assert cell.settings["count"] % perplexity.rows_at_once(gpu, length, None) == 0
+    assert cell.settings["count"] % perplexity.rows_per_batch(gpu, length, None) == 0
 
 
-def test_wilson_is_honest_at_the_ends():
+def test_wilson_interval_is_valid_at_0_and_1():
     assert wilson(0, 10)[:2] == (0.0, 0.0)
     assert wilson(10, 10)[::2] == pytest.approx((1.0, 1.0))
     assert 0.25 < wilson(0, 10)[2] < 0.31
@@ -336,19 +427,27 @@ def test_wilson_is_honest_at_the_ends():
     assert (share, round(low, 3), round(high, 3)) == (0.4, 0.309, 0.498)
 
 
-def test_bad_input_is_a_sentence(tmp_path):
-    with pytest.raises(FarspanError, match=r"no document of text has 64 tokens \(the longest of 2 has 50\)"):
+def test_bad_input_raises_a_clear_error(tmp_path):
+    with pytest.raises(
+        FarspanError, match=r"no document of text has 64 tokens \(the longest of 2 has 50\)"
+    ):
         Perplexity((text(50, 30),), (16, 64), stride=8)
-    with pytest.raises(FarspanError, match="windows of 8 tokens cannot move by 8"):
+    with pytest.raises(FarspanError, match="a stride of 8 does not fit windows of 8 tokens"):
         Perplexity((text(50),), (8,), stride=8)
     with pytest.raises(FarspanError, match="perplexity mode 'jarn' is unknown"):
         Perplexity((text(50),), (16,), "jarn", 8)
     without = Perplexity((text(50),), (16,), "yarn", 8)
-    with pytest.raises(FarspanError, match="this tokenizer has none; choose the mode same or paper-a"):
+    with pytest.raises(
+        FarspanError, match="this tokenizer has none; choose the mode same or paper-a"
+    ):
         samples(without, tiny(), SimpleNamespace(bos_token_id=None))
-    with pytest.raises(FarspanError, match="a budget of 10 tokens is less than a window of 16 scores"):
+    with pytest.raises(
+        FarspanError, match="a budget of 10 scored tokens does not cover one window of 16"
+    ):
         Perplexity((text(50),), (16,), "yarn", 8, budget=10).cells()
-    with pytest.raises(FarspanError, match="a budget of 7 tokens is less than a window of 16 scores"):
+    with pytest.raises(
+        FarspanError, match="a budget of 7 scored tokens does not cover one window of 16"
+    ):
         Perplexity((text(50),), (16,), "same", 8, budget=7).cells()
     broken = tiny()
     broken.lm_head.weight.data.fill_(math.nan)
@@ -356,16 +455,17 @@ def test_bad_input_is_a_sentence(tmp_path):
         samples(Perplexity((text(50),), (16,), stride=8), broken)
 
 
-def test_text_is_read_whole(tmp_path):
+def test_read_text_tokenizes_every_document(tmp_path):
     (tmp_path / "a.txt").write_text("one two three")
     (tmp_path / "b.txt").write_text("four five")
     tokenizer = lambda words, **options: {"input_ids": [len(word) for word in words.split()]}  # noqa: E731
-    found = read_text("words", tmp_path, tokenizer)
-    assert [ids.tolist() for ids in found.ids] == [[3, 3, 5], [4, 4]]
-    assert found.documents == ("a.txt", "b.txt")
-    assert found.longest == 3
+    corpus = read_text("words", tmp_path, tokenizer)
+    assert [ids.tolist() for ids in corpus.ids] == [[3, 3, 5], [4, 4]]
+    assert corpus.documents == ("a.txt", "b.txt")
+    assert corpus.longest == 3
     (tmp_path / "b.txt").write_text("four six")
-    assert read_text("words", tmp_path, tokenizer).sha256 != found.sha256
+    assert read_text("words", tmp_path, tokenizer).sha256 != corpus.sha256
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper" / "a.txt").write_text("one")
-    assert len(set(read_text("words", tmp_path, tokenizer).documents)) == 3, "of two folders, but of one name"
+    names = set(read_text("words", tmp_path, tokenizer).documents)
+    assert len(names) == 3, "files of one name in two folders stay distinct"

@@ -1,4 +1,4 @@
-"""Scales as data: the bases are the published formulas, and tables that cannot be used are refused."""
+"""Scales: the bases are the published schedules, and invalid tables are refused."""
 
 from __future__ import annotations
 
@@ -23,20 +23,26 @@ def at(basis: str, n: int, base: float, slope: float, length: int) -> float:
 def test_bases_are_the_published_schedules(n: int, length: int):
     log_n = max(1.0, math.log(n) / math.log(length))
     assert at("log", n, 1, 1 / math.log(length), length) == pytest.approx(log_n, rel=1e-5)
-    assert at("floor", n, 1, 0.1, 8192) == pytest.approx(1 + 0.1 * math.log(1 + n // 8192), rel=1e-5)
+    assert at("floor", n, 1, 0.1, 8192) == pytest.approx(
+        1 + 0.1 * math.log(1 + n // 8192), rel=1e-5
+    )
     assert at("ln", n, 0, 0.43, 0) == pytest.approx(0.43 * math.log(n), rel=1e-5)
     assert at("step", n, 1, 0.5, length) == (1.5 if n > length else 1.0)
 
 
-@given(st.sampled_from(sorted(BASES)), st.lists(st.integers(0, 100_000), min_size=2), st.integers(1, 5000))
-def test_no_basis_ever_falls(basis: str, counts: list[int], length: int):
-    """What lets `check` look at the two ends of a range alone; n = 0 is a padded query, and stays finite."""
+@given(
+    st.sampled_from(sorted(BASES)),
+    st.lists(st.integers(0, 100_000), min_size=2),
+    st.integers(1, 5000),
+)
+def test_bases_are_finite_and_non_decreasing(basis: str, counts: list[int], length: int):
+    """So `check` needs only the two ends of a range. A padded query has n = 0."""
     values = BASES[basis](torch.tensor(sorted(counts)).float(), length)
     assert torch.isfinite(values).all()
     assert (values.diff() >= 0).all()
 
 
-def test_shapes_of_scales_follow_n():
+def test_scales_broadcast_over_visible_keys():
     scales = Scales((2, 5), torch.rand(2, 3), torch.rand(2, 3), "log", 8)
     assert scales.at(torch.ones(4, 7)).shape == (2, 3, 4, 7)
     assert torch.equal(scales.row(1).base, scales.base[1:])
@@ -48,7 +54,9 @@ BAD = {
     "has shape .2, 3.": Scales((0, 1), torch.ones(2, 4), torch.ones(2, 3), "log", 8),
     "NaN": Scales((0,), torch.tensor([[1.0, math.nan]])),
     "falls to -0.5": Scales((3,), torch.tensor([[1.0, -0.5]])),
-    "layer 3, head 1 falls to": Scales((3,), torch.ones(1, 2), torch.tensor([[0.1, -1.0]]), "log", 8),
+    "layer 3, head 1 falls to": Scales(
+        (3,), torch.ones(1, 2), torch.tensor([[0.1, -1.0]]), "log", 8
+    ),
     "'cubic' is unknown": Scales((0,), ONE, ONE, "cubic"),
     "needs the training length": Scales((0,), ONE, ONE, "log"),
     "has no slope": Scales((0,), ONE, None, "log", 8),
@@ -59,13 +67,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_unusable_scales_are_refused_with_cause_and_way_out(message: str):
+def test_check_refuses_invalid_scales(message: str):
     with pytest.raises(FarspanError, match=message) as error:
         BAD[message].check(1024)
-    assert ";" in str(error.value), "cause first, then the way out"
+    assert ";" in str(error.value), "the message gives a cause and a way out"
 
 
-def test_usable_scales_pass_unchanged():
+def test_check_returns_valid_scales_unchanged():
     scales = Scales.uniform(1.2, range(4), 8)
     assert scales.check(4096) is scales
     assert scales.constant

@@ -1,4 +1,4 @@
-"""The seam's laws: nothing attached changes nothing; scales do what the maths says; nothing is left behind."""
+"""The attention seam: unchanged outputs with nothing attached, exact scales, clean uninstall."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def scales_for(model, value: float | None = None, basis: str = "constant") -> Scales:
-    """One value everywhere, or distinct scales above 1, for every attention layer."""
+    """One value for all heads, or random scales above 1, for every attention layer."""
     layers = probe(model)
     indices, shape = tuple(layer.index for layer in layers), (len(layers), layers[0].heads)
     generator = torch.Generator().manual_seed(5)
@@ -37,7 +37,7 @@ def scales_for(model, value: float | None = None, basis: str = "constant") -> Sc
 
 @every_family
 @torch.no_grad()
-def test_scale_one_is_the_identity_bit_for_bit(family: Family):
+def test_scale_one_is_bit_identical(family: Family):
     model = family.build()
     calls = [{"input_ids": tokens()}, padded_batch()]
     stock = [model(**call, use_cache=False).logits for call in calls]
@@ -51,13 +51,15 @@ def test_scale_one_is_the_identity_bit_for_bit(family: Family):
 
 @every_family
 @torch.no_grad()
-def test_install_then_uninstall_leaves_no_trace(family: Family):
+def test_uninstall_restores_the_model(family: Family):
     model = family.build()
     before_config, before_state = model.config.to_dict(), copy.deepcopy(model.state_dict())
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
     expected = model(tokens(), use_cache=False).logits
     seam.install(model, scales_for(model, basis="log"))
-    assert list(model.state_dict()) == list(before_state), "scales must not leak into a saved checkpoint"
+    assert list(model.state_dict()) == list(before_state), (
+        "scales must not leak into a saved checkpoint"
+    )
     assert not torch.equal(model(tokens(), use_cache=False).logits, expected)
     with seam.observing(model, lambda call: None):
         pass
@@ -71,7 +73,7 @@ def test_install_then_uninstall_leaves_no_trace(family: Family):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "farspan-none", "farspan-alibi"])
-def test_scaling_at_the_seam_is_scaling_the_query_projection(name: str):
+def test_scaling_queries_equals_scaling_the_query_projection(name: str):
     model = next(family for family in FAMILIES if family.name == name).build()
     scales = scales_for(model)
     expected = seam.install(copy.deepcopy(model), scales)(tokens()).logits
@@ -82,19 +84,22 @@ def test_scaling_at_the_seam_is_scaling_the_query_projection(name: str):
 
 @pytest.mark.parametrize("basis", [basis for basis in BASES if basis != "constant"])
 @torch.no_grad()
-def test_a_schedule_is_the_constant_scale_of_its_length(basis: str):
-    """The last token of a prompt of n tokens must see λ̂(n); one layer, so that no other token's scale matters."""
-    model = FarspanForCausalLM(FarspanConfig(**{**SHAPE, "num_hidden_layers": 1, "position": "none"})).eval()
+def test_schedule_equals_the_constant_scale_of_its_length(basis: str):
+    """The last of n tokens gets λ̂(n); with one layer, the scales of other tokens do not count."""
+    model = FarspanForCausalLM(
+        FarspanConfig(**{**SHAPE, "num_hidden_layers": 1, "position": "none"})
+    ).eval()
     for parameter in model.parameters():
         parameter.mul_(5)
     schedule = scales_for(model, basis=basis)
     for n in (1, 2, 5, 6, 7, 12, 24):
         scheduled = seam.install(model, schedule)(tokens(n)).logits[:, -1]
         constant = Scales((0,), schedule.at(torch.tensor([n]))[..., 0])
-        assert (seam.install(model, constant)(tokens(n)).logits[:, -1] - scheduled).abs().max() < 1e-6
+        expected = seam.install(model, constant)(tokens(n)).logits[:, -1]
+        assert (expected - scheduled).abs().max() < 1e-6
 
 
-def test_gradients_reach_the_scales_and_nothing_else():
+def test_frozen_model_gives_gradients_only_to_scales():
     model = FAMILIES[0].build().train()
     scales = scales_for(model, basis="log")
     scales.base.requires_grad_()
@@ -102,7 +107,9 @@ def test_gradients_reach_the_scales_and_nothing_else():
     seam.install(model, scales)
     with seam.frozen(model):
         model(tokens(), labels=tokens()).loss.backward()
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert all(
+        parameter.grad is None and parameter.requires_grad for parameter in model.parameters()
+    )
     assert (scales.base.grad != 0).all()
     assert (scales.slope.grad != 0).all()
 
@@ -112,10 +119,10 @@ def test_scale_gradients_equal_finite_differences(table: str):
     model = FAMILIES[0].build(dtype=torch.float64)
     scales = scales_for(model, basis="log")
     scales = Scales(scales.layers, scales.base.double(), scales.slope.double(), "log", 6)
-    wanted = getattr(scales, table).requires_grad_()
+    values = getattr(scales, table).requires_grad_()
     seam.install(model, scales)
 
-    def loss() -> torch.Tensor:  # not the model's own, which is computed in float32
+    def loss() -> torch.Tensor:  # the model's loss is computed in float32
         return torch.nn.functional.cross_entropy(
             model(tokens()).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()
         )
@@ -125,15 +132,17 @@ def test_scale_gradients_equal_finite_differences(table: str):
         for row, head in ((0, 0), (1, 3), (3, 2)):
             step = 1e-5
             with torch.no_grad():
-                wanted[row, head] += step
+                values[row, head] += step
                 above = loss()
-                wanted[row, head] -= 2 * step
+                values[row, head] -= 2 * step
                 below = loss()
-                wanted[row, head] += step
-            assert wanted.grad[row, head].item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)
+                values[row, head] += step
+            assert values.grad[row, head].item() == pytest.approx(
+                ((above - below) / (2 * step)).item(), rel=1e-5
+            )
 
 
-def test_an_optimizer_moves_the_scales_that_the_model_uses():
+def test_optimizer_updates_installed_scales():
     model = FAMILIES[0].build()
     scales = scales_for(model, 1.5)
     optimizer = torch.optim.SGD([scales.base.requires_grad_()], lr=50.0)
@@ -149,7 +158,7 @@ def test_an_optimizer_moves_the_scales_that_the_model_uses():
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_two_models_of_one_config_object_do_not_touch_each_other():
+def test_models_sharing_a_config_object_stay_independent():
     config = FarspanConfig(**SHAPE)
     first, second = FarspanForCausalLM(config).eval(), FarspanForCausalLM(config).eval()
     expected = second(tokens()).logits
@@ -166,29 +175,37 @@ def test_two_models_of_one_config_object_do_not_touch_each_other():
 def test_observers_see_every_attention_layer_once_and_change_nothing(family: Family):
     model = family.build()
     expected = model(tokens(), use_cache=False).logits
-    seen: list[seam.Call] = []
-    with seam.observing(model, seen.append):
+    calls: list[seam.Call] = []
+    with seam.observing(model, calls.append):
         assert torch.equal(model(tokens(), use_cache=False).logits, expected)
-    assert [call.layer for call in seen] == [layer.index for layer in probe(model)]
-    for call in seen:
+    assert [call.layer for call in calls] == [layer.index for layer in probe(model)]
+    for call in calls:
         assert not call.q.requires_grad
+        visible = visible_keys(call).expand(2, -1).tolist()
         window = call.options.get("sliding_window")
-        if window is None and family.name != "llama4":  # its chunks show in the mask alone
-            assert call.n.expand(2, -1).tolist() == [list(range(1, 25))] * 2
+        if window is None and family.name != "llama4":  # its chunks are only in the mask
+            assert visible == [list(range(1, 25))] * 2
         elif window is not None:
-            assert call.n.expand(2, -1).tolist() == [[min(n, window) for n in range(1, 25)]] * 2
+            assert visible == [[min(n, window) for n in range(1, 25)]] * 2
 
 
-def test_n_counts_the_keys_that_padding_and_packing_leave_visible():
+def visible_keys(call: seam.Call) -> torch.Tensor:
+    return seam.visible_keys(call.q, call.k, call.mask)
+
+
+def test_visible_keys_exclude_padding_and_other_packed_documents():
     model = FAMILIES[0].build()
-    seen: list[seam.Call] = []
-    with seam.observing(model, seen.append):
+    calls: list[seam.Call] = []
+    with seam.observing(model, calls.append):
         model(**padded_batch(), use_cache=False)
-        assert seen[0].n.tolist() == [[0] * 5 + list(range(1, 20)), list(range(1, 25))]
-        seen.clear()
+        assert visible_keys(calls[0]).tolist() == [
+            [0] * 5 + list(range(1, 20)),
+            list(range(1, 25)),
+        ]
+        calls.clear()
         positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
         model(tokens(batch=1), position_ids=positions, use_cache=False)
-        assert seen[0].n.tolist() == [[*range(1, 11), *range(1, 15)]]
+        assert visible_keys(calls[0]).tolist() == [[*range(1, 11), *range(1, 15)]]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -196,14 +213,14 @@ def test_observers_run_once_under_gradient_checkpointing(reentrant: bool):
     model = FAMILIES[0].build().train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    seen = []
-    with seam.observing(model, lambda call: seen.append(call.layer)):
+    layers = []
+    with seam.observing(model, lambda call: layers.append(call.layer)):
         model(tokens(), labels=tokens()).loss.backward()
-    assert seen == [0, 1, 2, 3]
+    assert layers == [0, 1, 2, 3]
     assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
 
 
-def test_another_backend_computes_while_it_is_in_use():
+def test_using_replaces_the_backend_in_its_block():
     model = FAMILIES[0].build()
     expected = model(tokens()).logits
 
@@ -214,38 +231,40 @@ def test_another_backend_computes_while_it_is_in_use():
     with seam.using(model, mean_of_values):
         seam_output = model(tokens(), use_cache=False).logits
     assert not torch.allclose(seam_output, expected)
-    # Scale 0 makes attention uniform: the same mean, by another way.
+    # A scale near 0 makes attention uniform, which is the same mean.
     uniform = Scales.uniform(1e-30, range(4), 4)
     assert (seam.install(model, uniform)(tokens()).logits - seam_output).abs().max() < 1e-6
 
 
 @torch.no_grad()
-def test_blocks_give_back_what_they_took():
+def test_nested_blocks_restore_observers_backend_and_scales():
     model = FAMILIES[0].build()
     expected = model(tokens()).logits
     scales = scales_for(model)
-    seen: list[int] = []
+    layers: list[int] = []
 
-    def see(call: seam.Call) -> None:
-        seen.append(call.layer)
+    def record(call: seam.Call) -> None:
+        layers.append(call.layer)
 
     def queries(module, q, k, v, mask, **kwargs):
         return q.transpose(1, 2), None
 
-    with seam.observing(model, see), seam.using(model, queries):
-        with seam.observing(model, see):
+    with seam.observing(model, record), seam.using(model, queries):
+        with seam.observing(model, record):
             model(tokens())
-        assert len(seen) == 8
+        assert len(layers) == 8
         model(tokens())
-        assert len(seen) == 12, "the outer observer outlives the inner one"
+        assert len(layers) == 12, "the outer observer stays when the inner one is removed"
         seam.install(model, scales)
     scaled = model(tokens()).logits
-    assert not torch.equal(scaled, expected), "scales that were installed inside a block stay"
+    assert not torch.equal(scaled, expected), "scales installed inside a block stay"
     assert torch.equal(scaled, seam.install(FAMILIES[0].build(), scales)(tokens()).logits)
-    assert torch.equal(seam.install(model)(tokens()).logits, expected), "installing without scales clears them"
+    assert torch.equal(seam.install(model)(tokens()).logits, expected), (
+        "installing without scales clears them"
+    )
 
 
-def test_looking_at_a_model_in_training_leaves_it_in_training():
+def test_probe_and_install_keep_training_modes_and_random_state():
     model = FAMILIES[0].build().train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
@@ -256,7 +275,7 @@ def test_looking_at_a_model_in_training_leaves_it_in_training():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_bf16_query_is_scaled_in_float32_and_rounded_once():
+def test_bf16_queries_are_scaled_in_float32_and_rounded_once():
     q = torch.randn(1, 4, 8, 8).bfloat16()
     base = 1 + torch.rand(1, 4)
     scaled = seam.scale_queries(q, q, None, Scales((0,), base))
@@ -264,14 +283,14 @@ def test_a_bf16_query_is_scaled_in_float32_and_rounded_once():
     assert scaled.dtype == torch.bfloat16
 
 
-def test_layers_that_share_a_number_are_told_apart():
+def test_layers_with_equal_indices_are_renumbered():
     model = FAMILIES[0].build()
     for layer in model.model.layers:
         layer.self_attn.layer_idx = -1
     assert [call.layer for call in seam.attention_calls(model)] == [0, 1, 2, 3]
 
 
-def test_our_own_models_run_on_eager_too():
+def test_farspan_models_run_on_eager():
     model = FAMILIES[0].build()
     expected = seam.install(model, scales_for(model))(tokens(), use_cache=False).logits
     seam.uninstall(model)
@@ -280,8 +299,10 @@ def test_our_own_models_run_on_eager_too():
     assert (scaled - expected).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("bad", [torch.full((4, 4), torch.nan), -torch.ones(4, 4), torch.ones(4, 4).bfloat16()])
-def test_scales_are_checked_when_they_are_installed(bad: torch.Tensor):
+@pytest.mark.parametrize(
+    "bad", [torch.full((4, 4), torch.nan), -torch.ones(4, 4), torch.ones(4, 4).bfloat16()]
+)
+def test_install_refuses_invalid_scales(bad: torch.Tensor):
     model = FAMILIES[0].build()
     with pytest.raises(FarspanError):
         seam.install(model, Scales(tuple(range(4)), bad))
@@ -290,31 +311,39 @@ def test_scales_are_checked_when_they_are_installed(bad: torch.Tensor):
 
 OFF_INTERFACE = {
     "bloom": lambda: hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-    "mpt": lambda: hf.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "mpt": lambda: hf.MptConfig(
+        vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64
+    ),
     "falcon": lambda: hf.FalconConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        alibi=True,
     ),
 }
 
 
 @pytest.mark.parametrize("name", OFF_INTERFACE)
-def test_models_off_the_interface_are_refused_untouched(name: str):
+def test_refuses_models_off_the_attention_interface(name: str):
     model = hf.AutoModelForCausalLM.from_config(OFF_INTERFACE[name]()).eval()
     expected = model(tokens()).logits
-    with pytest.raises(FarspanError, match="does not call transformers' attention interface.*evaluate it as it is"):
+    with pytest.raises(
+        FarspanError, match="does not call transformers' attention interface.*evaluate it as it is"
+    ):
         seam.install(model)
     assert torch.equal(model(tokens()).logits, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma2"])
-def test_sinks_and_soft_caps_are_refused_where_sdpa_would_drop_them(name: str):
+def test_refuses_sinks_and_soft_caps_on_sdpa(name: str):
     model = next(family for family in FAMILIES if family.name == name).build()
-    model.config._attn_implementation_internal = "sdpa"  # as a user who insists would have it
+    model.config._attn_implementation_internal = "sdpa"  # past transformers' check
     with pytest.raises(FarspanError, match='load it with attn_implementation="eager"'):
         seam.install(model)
 
 
-def test_sinks_are_refused_even_where_transformers_lets_them_pass(monkeypatch):
+def test_refuses_sinks_on_sdpa_where_transformers_allows_them(monkeypatch):
     model = next(family for family in FAMILIES if family.name == "gpt-oss").build()
     monkeypatch.setattr(type(model), "_supports_sdpa", True)
     model.set_attn_implementation("sdpa")
@@ -322,25 +351,27 @@ def test_sinks_are_refused_even_where_transformers_lets_them_pass(monkeypatch):
         seam.install(model)
 
 
-def test_a_backend_whose_mask_hides_n_is_refused():
+def test_refuses_backend_whose_mask_does_not_show_visible_keys():
     model = FAMILIES[0].build()
     model.set_attn_implementation("flex_attention")
     with pytest.raises(FarspanError, match="flex_attention.*load it with"):
         seam.install(model)
 
 
-def test_scales_of_another_model_are_refused():
+def test_refuses_scales_of_another_model():
     model = FAMILIES[0].build()
-    with pytest.raises(FarspanError, match="layer 7 .*attends in layers"):
+    with pytest.raises(FarspanError, match="layer 7, .*attention in layers"):
         seam.install(model, Scales.uniform(1.2, (0, 7), 4))
-    with pytest.raises(FarspanError, match="8 heads and layer 0 has 4"):
+    with pytest.raises(FarspanError, match="8 heads, but layer 0 has 4"):
         seam.install(model, Scales.uniform(1.2, range(4), 8))
     assert not seam.installed(model)
 
 
 @pytest.mark.parametrize("kind", ["none", "scaled", "rope"])
-def test_a_compiled_model_has_at_most_two_graphs_and_hands_sdpa_no_mask(kind: str):
-    config = FarspanConfig(**{**SHAPE, "num_hidden_layers": 12, "position": "rope" if kind == "rope" else "none"})
+def test_compiled_layers_share_two_graphs_and_pass_sdpa_no_mask(kind: str):
+    config = FarspanConfig(
+        **{**SHAPE, "num_hidden_layers": 12, "position": "rope" if kind == "rope" else "none"}
+    )
     model = FarspanForCausalLM(config)
     expected = model(tokens(), use_cache=False).logits
     if kind == "scaled":
@@ -361,6 +392,8 @@ def test_a_compiled_model_has_at_most_two_graphs_and_hands_sdpa_no_mask(kind: st
     assert (output.logits - expected).abs().max() < 1e-6
     assert len(graphs) <= 2
     for graph in graphs:
-        (call,) = graph.graph.find_nodes(op="call_function", target=torch._C._nn.scaled_dot_product_attention)
+        (call,) = graph.graph.find_nodes(
+            op="call_function", target=torch._C._nn.scaled_dot_product_attention
+        )
         assert call.kwargs["attn_mask"] is None
         assert call.kwargs["is_causal"] is True

@@ -16,14 +16,22 @@ from hypothesis import strategies as st
 
 from farspan.errors import FarspanError
 from farspan.lab import pcfg, scan
-from farspan.lab.tasks import TASKS, Example, Task, _balanced, draw, find_task, splits
-from farspan.lab.words import MARKS, Words
+from farspan.lab.tasks import (
+    TASKS,
+    Example,
+    LabTask,
+    _balanced,
+    draw_examples,
+    find_task,
+    make_splits,
+)
+from farspan.lab.tokenizer import MARKS, WordTokenizer
 
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
-WORDS = Words()
+WORDS = WordTokenizer()
 
 
-def examples(task: Task, n: int = 10_000) -> list[Example]:
+def examples(task: LabTask, n: int = 10_000) -> list[Example]:
     """Of all lengths that the task is trained and tested on."""
     lengths = [length for length in range(task.train[0], task.test[1] + 1) if task.count(length)]
     rng = np.random.default_rng(7)
@@ -57,7 +65,9 @@ def place(symbol: str) -> int:
 
 def check_polynomial(example: Example) -> tuple[bool, int]:
     x, expression = re.fullmatch(r"Evaluate x = (.*) in (.*) \?", python(example.input)).groups()
-    return eval(expression, {"x": int(x.replace(" ", ""))}) == int(told(example.target)), expression.count("**")
+    return eval(expression, {"x": int(x.replace(" ", ""))}) == int(
+        told(example.target)
+    ), expression.count("**")
 
 
 def check_summation(example: Example) -> tuple[bool, int]:
@@ -78,11 +88,15 @@ def check_parity(example: Example) -> tuple[bool, int]:
 
 def check_lego(example: Example) -> tuple[bool, int]:
     """Clauses are tried in any order until nothing new comes out."""
-    clauses, asked = re.fullmatch(r"If (.*) \. Then , what is the value of (.) \?", example.input).groups()
+    clauses, asked = re.fullmatch(
+        r"If (.*) \. Then , what is the value of (.) \?", example.input
+    ).groups()
     parsed = [re.fullmatch(r"(.) = ([+-]) (.)", clause).groups() for clause in clauses.split(" , ")]
     known = {"1": 1}
     for _ in parsed:
-        known |= {name: known[base] * int(sign + "1") for name, sign, base in parsed if base in known}
+        known |= {
+            name: known[base] * int(sign + "1") for name, sign, base in parsed if base in known
+        }
     assert len(known) == len(parsed) + 1
     return known[asked] == int(told(example.target).replace(" ", "")), len(parsed)
 
@@ -178,13 +192,17 @@ def test_every_target_is_right_of_its_length_and_made_of_words_that_are_known(na
         for text in (example.input, example.target):
             assert WORDS.decode(WORDS.encode(text)) == text
             seen |= set(text.split())
-    assert seen == set(task.vocabulary)  # nothing is missing, and nothing is there that no example needs
+    assert seen == set(
+        task.vocabulary
+    )  # nothing is missing, and nothing is there that no example needs
 
 
 def test_one_vocabulary_serves_all_tasks():
     assert len(WORDS) == len(set(WORDS.table)) < 1024
     assert WORDS.table[: len(MARKS)] == MARKS
-    assert [WORDS.table[mark] for mark in (WORDS.pad, WORDS.begin, WORDS.answer, WORDS.end)] == [*MARKS]
+    assert [WORDS.table[mark] for mark in (WORDS.pad, WORDS.begin, WORDS.answer, WORDS.end)] == [
+        *MARKS
+    ]
     example = Example("Copy w07 .", "w07", 1)
     assert WORDS.decode(WORDS.prompt(example) + WORDS.reply(example)) == "Copy w07 . w07"
     assert WORDS.prompt(example)[0] == WORDS.begin
@@ -201,7 +219,14 @@ def test_an_example_is_a_function_of_length_and_generator(name):
     assert one.length == task.train[1]
 
 
-SMALL = [("parity", 3), ("summation", 2), ("addition", 1), ("polynomial", 1), ("copy-repeat", 9), ("copy", 1)]
+SMALL = [
+    ("parity", 3),
+    ("summation", 2),
+    ("addition", 1),
+    ("polynomial", 1),
+    ("copy-repeat", 9),
+    ("copy", 1),
+]
 SMALL += [("lego", 1), ("lego-ordered", 2), ("scan", 2), ("reverse-numbers", 1)]
 
 
@@ -215,20 +240,20 @@ def test_the_number_of_distinct_examples_is_known(name, length):
 
 def test_draws_are_distinct_balanced_and_repeatable():
     task = TASKS["addition"]
-    drawn = draw(task, (3, 6), 402, seed=5)
-    assert drawn == draw(task, (3, 6), 402, seed=5)
-    assert drawn != draw(task, (3, 6), 402, seed=6)
+    drawn = draw_examples(task, (3, 6), 402, seed=5)
+    assert drawn == draw_examples(task, (3, 6), 402, seed=5)
+    assert drawn != draw_examples(task, (3, 6), 402, seed=6)
     assert len({example.input for example in drawn}) == 402
     assert sorted(Counter(example.length for example in drawn).values()) == [100, 100, 101, 101]
-    others = draw(task, (3, 6), 402, seed=5, apart_from=drawn)
+    others = draw_examples(task, (3, 6), 402, seed=5, apart_from=drawn)
     assert not {example.input for example in others} & {example.input for example in drawn}
 
 
 def test_a_small_space_is_drawn_whole_and_said_to_be_small(caplog):
-    drawn = draw(TASKS["parity"], (1, 3), 1000, seed=0)
+    drawn = draw_examples(TASKS["parity"], (1, 3), 1000, seed=0)
     assert len({example.input for example in drawn}) == len(drawn) == 2 + 4 + 8
     assert "parity has 14 distinct examples" in caplog.text
-    rest = draw(TASKS["parity"], (1, 3), 1000, seed=0, apart_from=drawn[:5])
+    rest = draw_examples(TASKS["parity"], (1, 3), 1000, seed=0, apart_from=drawn[:5])
     assert {example.input for example in rest} == {example.input for example in drawn[5:]}
 
 
@@ -244,7 +269,7 @@ def test_examples_are_dealt_out_evenly(n, room):
 @pytest.mark.parametrize("name", TASKS)
 def test_splits_have_nothing_in_common(name):
     task = TASKS[name]
-    made = splits(task, 600, 60, seed=1)
+    made = make_splits(task, 600, 60, seed=1)
     inputs = [{example.input for example in part} for part in made]
     assert all(len(each) == len(part) > 0 for each, part in zip(inputs, made, strict=True))
     assert len(set.union(*inputs)) == sum(map(len, inputs))
@@ -255,29 +280,40 @@ def test_splits_have_nothing_in_common(name):
 
 
 def test_lengths_may_have_more_examples_than_a_float_can_count():
-    made = splits(TASKS["copy"], 4, 2, seed=0, train=(299, 300), test=(301, 302))
+    made = make_splits(TASKS["copy"], 4, 2, seed=0, train=(299, 300), test=(301, 302))
     assert [len(part) for part in made] == [4, 2, 2]
 
 
 def test_a_test_inside_the_training_range_is_warned_of(caplog):
-    made = splits(TASKS["copy"], 50, 50, seed=0, train=(2, 8), test=(5, 12))
+    made = make_splits(TASKS["copy"], 50, 50, seed=0, train=(2, 8), test=(5, 12))
     assert "are not all longer" in caplog.text
-    assert not {example.input for example in made.train} & {example.input for example in made.beyond}
+    assert not {example.input for example in made.train} & {
+        example.input for example in made.beyond
+    }
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: find_task("adition"), "task 'adition' is unknown; the nearest is addition"),
+        (lambda: find_task("adition"), "task 'adition' is unknown; did you mean addition"),
         (lambda: find_task("?"), "choose one of copy, copy-repeat"),
-        (lambda: draw(TASKS["copy"], (5, 2), 1, 0), "lengths 5:2 are no range"),
-        (lambda: draw(TASKS["copy"], (0, 2), 1, 0), "lengths 0:2 are no range"),
-        (lambda: draw(TASKS["lego"], (27, 30), 1, 0), "lego has no example of 27 to 30 clauses"),
-        (lambda: draw(TASKS["scan"], (23, 23), 1, 0), "scan has no example of 23 to 23 actions"),
-        (lambda: draw(TASKS["copy"], (1, 2), 0, 0), "ask for at least 1"),
-        (lambda: draw(TASKS["copy"], (1, 2), 1, -1), "a seed from 0 on"),
+        (lambda: draw_examples(TASKS["copy"], (5, 2), 1, 0), "lengths 5:2 are no range"),
+        (lambda: draw_examples(TASKS["copy"], (0, 2), 1, 0), "lengths 0:2 are no range"),
+        (
+            lambda: draw_examples(TASKS["lego"], (27, 30), 1, 0),
+            "lego has no example of 27 to 30 clauses",
+        ),
+        (
+            lambda: draw_examples(TASKS["scan"], (23, 23), 1, 0),
+            "scan has no example of 23 to 23 actions",
+        ),
+        (lambda: draw_examples(TASKS["copy"], (1, 2), 0, 0), "ask for at least 1"),
+        (lambda: draw_examples(TASKS["copy"], (1, 2), 1, -1), "a seed from 0 on"),
         (lambda: TASKS["lego"].make(27, np.random.default_rng(0)), "26 at most, and 27"),
-        (lambda: TASKS["scan"].make(23, np.random.default_rng(0)), "no command of scan has 23 actions"),
+        (
+            lambda: TASKS["scan"].make(23, np.random.default_rng(0)),
+            "no command of scan has 23 actions",
+        ),
         (lambda: pcfg.expression(70, np.random.default_rng(0)), "no room in 71 words"),
         (lambda: pcfg.evaluate("copy A1 , B1"), "',' is left over"),
         (lambda: pcfg.evaluate("append A1 B1"), "a string is missing"),
@@ -303,7 +339,12 @@ def test_scan_by_number_of_actions_is_cut_as_in_the_papers():
 
 def test_expressions_of_pcfg_are_of_the_released_size():
     rng = np.random.default_rng(0)
-    for functions in (*range(1, 36), 44, 57, 69):  # beyond 35 an input has little room for binary functions
+    for functions in (
+        *range(1, 36),
+        44,
+        57,
+        69,
+    ):  # beyond 35 an input has little room for binary functions
         for _ in range(10 if functions < 36 else 2):
             text, value = pcfg.expression(functions, rng)
             words = text.split()
@@ -322,19 +363,28 @@ def bench():
         return {
             member.name: file.extractfile(member).read().decode()
             for member in file
-            if member.name == "bench/scan/tasks.txt" or re.fullmatch(r"bench/pcfg_set/.*\.jsonl", member.name)
+            if member.name == "bench/scan/tasks.txt"
+            or re.fullmatch(r"bench/pcfg_set/.*\.jsonl", member.name)
         }
 
 
 def test_scan_is_complete(bench):
-    released = [line.removeprefix("IN: ").split(" OUT: ") for line in bench["bench/scan/tasks.txt"].splitlines()]
+    released = [
+        line.removeprefix("IN: ").split(" OUT: ")
+        for line in bench["bench/scan/tasks.txt"].splitlines()
+    ]
     ours = {command: " ".join(scan.actions(command)) for command in scan.commands()}
     assert len(ours) == len(list(scan.commands())) == len(released) == 20_910
     assert ours == dict(released)
 
 
 def test_pcfg_is_understood(bench):
-    pairs = [json.loads(line) for name, text in bench.items() if "pcfg" in name for line in text.splitlines()]
+    pairs = [
+        json.loads(line)
+        for name, text in bench.items()
+        if "pcfg" in name
+        for line in text.splitlines()
+    ]
     assert len(pairs) == 4_860 + 9_721 + 11_333 + 10_175 + 79_077
     wrong = [pair for pair in pairs if " ".join(pcfg.evaluate(pair["src"])) != pair["tgt"]]
     assert not wrong

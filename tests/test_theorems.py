@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farspan.bundled import BUNDLED_MODELS
+from farspan.cli.lab import show_theorems
 from farspan.errors import FarspanError
 from farspan.lab.theorems import (
     _ridge,
-    any_function,
+    arbitrary_function,
+    breakpoints,
     construct,
-    knees,
     linear,
     look_back,
     moved_by_order,
@@ -22,10 +24,8 @@ from farspan.lab.theorems import (
 )
 from farspan.loading import load
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.report.laboratory import draw_theorem
-from farspan.terminal import show_theorems
-from farspan.twins import TWINS
-from farspan.workflows.explaining import theorems
+from farspan.report.lab_figures import draw_theorem
+from farspan.workflows.attention_analysis import theorems
 
 N = 4096
 
@@ -36,7 +36,7 @@ N = 4096
         linear(N, 0.5),
         look_back(N, 1, 20.0),
         look_back(N, 1000, 2.0),
-        any_function(np.random.default_rng(0).normal(size=300)),
+        arbitrary_function(np.random.default_rng(0).normal(size=300)),
     ],
     ids=lambda rule: rule.name,
 )
@@ -76,13 +76,13 @@ def test_words_and_distance_add_up():
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(-50, 50), min_size=2, max_size=40))
 def test_any_function_of_distance_can_be_scored(values):
-    assert prove(any_function(np.array(values)), words=2).score_error < 1e-8
+    assert prove(arbitrary_function(np.array(values)), words=2).score_error < 1e-8
 
 
 def test_knees_have_the_closed_forms_of_t_and_its_square():
     t, k = np.arange(1.0, 201), np.arange(1.0, 200)
-    assert np.allclose(knees(t[None])[0], 2 * k)
-    assert np.allclose(knees(t[None] ** 2)[0], 6 * k**2)
+    assert np.allclose(breakpoints(t[None])[0], 2 * k)
+    assert np.allclose(breakpoints(t[None] ** 2)[0], 6 * k**2)
 
 
 def tiny(position: str) -> FarspanForCausalLM:
@@ -126,9 +126,13 @@ def test_a_trained_model_without_positions_has_found_them():
     best = {}
     for name in ("nope-twin", "rope-twin"):
         model, tokenizer = load(name)
-        ids = torch.tensor(tokenizer("\n".join(topics.values()))["input_ids"][: 32 * 128]).view(32, 128)
+        ids = torch.tensor(tokenizer("\n".join(topics.values()))["input_ids"][: 32 * 128]).view(
+            32, 128
+        )
         readings = read_positions(model, ids)
-        assert [reading.layer for reading in readings] == list(range(model.config.num_hidden_layers + 1))
+        assert [reading.layer for reading in readings] == list(
+            range(model.config.num_hidden_layers + 1)
+        )
         assert readings[0].r2 < 0.1
         best[name] = max(reading.r2 for reading in readings)
     assert best["nope-twin"] > 0.8
@@ -162,8 +166,10 @@ def test_the_theorem_is_drawn():
 def test_models_in_folders_of_one_name_are_all_read(tmp_path, capsys):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "model").symlink_to(TWINS / "nope-twin")
-    found = theorems([str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")], length=16, windows=2)
+        (tmp_path / folder / "model").symlink_to(BUNDLED_MODELS / "nope-twin")
+    found = theorems(
+        [str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")], length=16, windows=2
+    )
     assert list(found.readings) == ["a/model", "b/model"]
     show_theorems(found, 16)
     said = capsys.readouterr().out

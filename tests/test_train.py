@@ -1,4 +1,4 @@
-"""The loop keeps its word: killed anywhere it goes on bit for bit, spread over processes it learns the same."""
+"""Training resumes bit for bit after any kill, and learns the same on several processes."""
 
 from __future__ import annotations
 
@@ -26,69 +26,94 @@ from torch.optim import Muon
 import farspan
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError, PreemptedError
-from farspan.signals import held
+from farspan.signals import delay_signals
 from farspan.train import checkpoint, loop, pretrain
-from farspan.train.corpus import Data, Texts
+from farspan.train.corpus import DataConfig, SourceConfig
 from farspan.train.loop import train
-from farspan.train.optim import Optimization, StackedMuon, rate
-from farspan.train.pretrain import Pretraining, Shape, Training
-from farspan.train.steps import Steps
+from farspan.train.metadata import trained_with_passkeys, write_training_metadata
+from farspan.train.optim import OptimizerConfig, StackedMuon, learning_rate
+from farspan.train.pretrain import ModelShape, PretrainConfig, TrainConfig
+from farspan.train.steps import EagerSteps, TrainingTask
 
-STEPS = 50
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Pretraining:
-    """Two layers on Python's own reference: fifty steps in half a second."""
+def recipe(tmp_path_factory) -> PretrainConfig:
+    """Two layers on Python's own reference: twelve steps in half a second."""
     folder = tmp_path_factory.mktemp("text")
     text = next(iter(read_documents("python-docs"))).text[:60_000]
     (folder / "docs.txt").write_text(text)
-    return Pretraining(
-        Data(
-            {"docs": Texts("docs.txt", 1.0)},
+    return PretrainConfig(
+        DataConfig(
+            {"docs": SourceConfig("docs.txt", 1.0)},
             folder=str(folder),
             cache=str(folder / "cache"),
             vocabulary=300,
             passkey=0.0,
             processes=1,
         ),
-        Shape(layers=2, width=32, heads=2, ff=64),
-        Training(steps=STEPS, length=16, batch=4, micro_batch=2, save_every=5, keep_at=(0.2,), log_every=5),
-        Optimization(warmup=5),
+        ModelShape(layers=2, width=32, heads=2, ff=64),
+        TrainConfig(
+            steps=STEPS,
+            length=16,
+            batch=4,
+            micro_batch=2,
+            save_every=3,
+            keep_at=(0.2,),  # step 2
+            log_every=3,
+        ),
+        OptimizerConfig(warmup=5),
     )
 
 
 @pytest.fixture(scope="module")
-def prepared(recipe):
-    return pretrain.prepared_for(recipe)
+def training_data(recipe):
+    return pretrain.load_training_data(recipe)
 
 
 @pytest.fixture(scope="module")
-def straight(recipe, prepared, tmp_path_factory) -> tuple[str, list[dict]]:
-    """What a run that nobody disturbs comes to."""
-    run = tmp_path_factory.mktemp("straight") / "run"
-    pretrain.pretrain(recipe, run, prepared=prepared)
-    return outcome(run)
+def uninterrupted(recipe, training_data, tmp_path_factory) -> Path:
+    """A run that nothing interrupts."""
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    pretrain.pretrain(recipe, run, training_data=training_data)
+    return run
 
 
-def outcome(run: Path) -> tuple[str, list[dict]]:
-    """The bits of weights and optimizer, and the losses on the way."""
-    last = run / "checkpoints" / checkpoint.name_of(STEPS)
-    bits = b"".join((last / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer"))
+def outcome(run: Path, steps: int = STEPS) -> tuple[str, list[dict]]:
+    """The hash of weights and optimizer state at the end, and the logged losses."""
+    last = run / "checkpoints" / checkpoint.checkpoint_name(steps)
+    content = b"".join(
+        (last / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")
+    )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return hashlib.sha256(bits).hexdigest(), [
+    return hashlib.sha256(content).hexdigest(), [
         {key: line[key] for key in ("step", "loss", "grad_norm")} for line in lines
     ]
 
 
-def forked(work) -> int:
-    """Run in a child of this process, where everything is imported; its exit code, negative for a signal."""
+def with_train(recipe: PretrainConfig, **changes) -> PretrainConfig:
+    return replace(recipe, train=replace(recipe.train, **changes))
+
+
+def model_config(recipe: PretrainConfig, training_data):
+    tokenizer = training_data.tokenizer
+    return recipe.config(len(tokenizer), tokenizer.eos_token_id)
+
+
+def make_task(recipe: PretrainConfig, training_data) -> TrainingTask:
+    model = pretrain.build_model(recipe, model_config(recipe, training_data))
+    return pretrain.make_training_task(recipe, model, training_data)
+
+
+def forked(function) -> int:
+    """Call a function in a forked process; returns its exit code, negative for a signal."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
         code = 1
         try:
-            work()
+            function()
             code = 0
         except FarspanError as error:
             code = error.exit_code
@@ -101,191 +126,229 @@ def die(*_args, **_kwargs) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Killed and resumed.
+# Kill and resume.
 
 
-def test_killed_at_every_step_boundary_it_ends_in_the_same_bits(recipe, prepared, straight, tmp_path):
+def test_a_run_killed_after_any_step_ends_in_the_same_bits(
+    recipe, training_data, uninterrupted, tmp_path
+):
     for boundary in range(STEPS):
         run = tmp_path / f"run-{boundary}"
 
-        def killed(boundary=boundary, run=run) -> None:
-            taken = Steps.update
+        def run_until_killed(boundary=boundary, run=run) -> None:
+            original = EagerSteps.update
 
             def update(self) -> None:
-                taken(self)
+                original(self)
                 update.calls += 1
                 if update.calls == boundary + 1:
                     die()
 
             update.calls = 0
-            Steps.update = update
-            pretrain.pretrain(recipe, run, prepared=prepared)
+            EagerSteps.update = update
+            pretrain.pretrain(recipe, run, training_data=training_data)
 
-        assert forked(killed) == -signal.SIGKILL
-        assert forked(lambda run=run: pretrain.pretrain(recipe, run, prepared=prepared)) == 0
-        assert outcome(run) == straight, boundary
+        assert forked(run_until_killed) == -signal.SIGKILL
+        pretrain.pretrain(recipe, run, training_data=training_data)
+        assert outcome(run) == outcome(uninterrupted), boundary
 
 
-SAVING = ("safetensors.torch.save_file", "os.rename", "os.fsync", "os.replace", "shutil.rmtree", "tempfile.mkdtemp")
+# Functions that saving calls, and which of their calls to interrupt: in the first save, in the
+# second, and in one that removes an older checkpoint.
+SAVE_CALLS = {
+    "safetensors.torch.save_file": (1, 3, 8),
+    "os.rename": (1, 3, 8),
+    "os.fsync": (1, 3, 8, 21),
+    "os.replace": (1, 3, 8),
+    "shutil.rmtree": (1, 2, 3),
+    "tempfile.mkdtemp": (1, 3, 6),
+}
 
 
 @contextmanager
-def sabotaged(name: str, number: int, act, *, before: bool):
-    """Let the given call of a function that saving uses be struck, before or after it did its work."""
+def interrupted(name: str, number: int, action, *, before: bool):
+    """Run an action before or after the numbered call of a function."""
     module_name, _, attribute = name.rpartition(".")
     module = sys.modules[module_name]
-    true = getattr(module, attribute)
+    original = getattr(module, attribute)
     calls = 0
 
-    def struck(*args, **kwargs):
+    def call(*args, **kwargs):
         nonlocal calls
         calls += 1
         if calls == number and before:
-            act(*args, **kwargs)
-        result = true(*args, **kwargs)
+            action(*args, **kwargs)
+        value = original(*args, **kwargs)
         if calls == number and not before:
-            act(*args, **kwargs)
-        return result
+            action(*args, **kwargs)
+        return value
 
-    setattr(module, attribute, struck)
+    setattr(module, attribute, call)
     try:
         yield
     finally:
-        setattr(module, attribute, true)
+        setattr(module, attribute, original)
 
 
-@pytest.mark.parametrize("name", SAVING)
-def test_killed_in_the_middle_of_a_save_it_ends_in_the_same_bits(recipe, prepared, straight, tmp_path, name):
-    struck = 0
-    for number in (1, 3, 8, 21):
+@pytest.mark.parametrize("name", SAVE_CALLS)
+def test_a_run_killed_during_a_save_ends_in_the_same_bits(
+    recipe, training_data, uninterrupted, tmp_path, name
+):
+    recipe = with_train(recipe, save_every=2)
+    for number in SAVE_CALLS[name]:
         for before in (True, False):
             run = tmp_path / f"{number}-{before}"
 
-            def killed(number=number, before=before, run=run) -> None:
-                with sabotaged(name, number, die, before=before):
-                    pretrain.pretrain(recipe, run, prepared=prepared)
+            def run_until_killed(number=number, before=before, run=run) -> None:
+                with interrupted(name, number, die, before=before):
+                    pretrain.pretrain(recipe, run, training_data=training_data)
 
-            struck += forked(killed) == -signal.SIGKILL
-            assert forked(lambda run=run: pretrain.pretrain(recipe, run, prepared=prepared)) == 0
-            assert outcome(run) == straight
-            assert not list((run / "checkpoints").glob(".*")), "what was half-written is swept away"
-    assert struck >= 4
+            assert forked(run_until_killed) == -signal.SIGKILL
+            pretrain.pretrain(recipe, run, training_data=training_data)
+            assert outcome(run) == outcome(uninterrupted)
+            assert not list((run / "checkpoints").glob(".*")), "leftovers are removed"
 
 
-def faults(seed: int):
-    """A short write, a full disk or a failing one, at a place that saving comes by."""
+def random_fault(seed: int):
+    """A short write, a full disk or a failing disk, at a random call of saving."""
     rng = random.Random(seed)
     kind = rng.choice(["short", "ENOSPC", "EIO"])
 
     def fail(*args, **_kwargs):
-        if kind == "short" and len(args) > 1:  # save_file(tensors, path): the file is there, and not whole
+        if kind == "short" and len(args) > 1:  # save_file(tensors, path) wrote the file: cut it
             Path(args[1]).write_bytes(Path(args[1]).read_bytes()[: rng.randrange(1, 2000)])
             if rng.random() < 0.5:
                 return
         raise OSError(errno.EIO if kind == "EIO" else errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    name = "safetensors.torch.save_file" if kind == "short" else rng.choice(SAVING[:4])
+    name = "safetensors.torch.save_file" if kind == "short" else rng.choice([*SAVE_CALLS][:4])
     return name, rng.randrange(1, 12), fail, kind != "short" and rng.random() < 0.5
 
 
-def test_two_hundred_faults_leave_nothing_half_written(recipe, prepared, straight, tmp_path):
-    """After each fault all that has a final name is whole, and at last the run comes to its end."""
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.long)])
+def test_write_faults_leave_no_partial_checkpoint(recipe, training_data, tmp_path, count):
+    """After every fault all checkpoints are intact, and finally the run ends in the same bits."""
+    recipe = with_train(recipe, steps=50, save_every=1)
+    pretrain.pretrain(
+        with_train(recipe, save_every=50), tmp_path / "uninterrupted", training_data=training_data
+    )
+    expected, _ = outcome(tmp_path / "uninterrupted", 50)
     run = tmp_path / "run"
-    plan = replace(recipe.plan, save_every=1)
-    struck = 0
-    for seed in range(200):
-        model = pretrain.build(recipe, recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id))
-        work = pretrain.pretraining(recipe, model, prepared)
-        name, number, fail, before = faults(seed)
-        few = replace(plan, steps=STEPS)
+    failures, finished = 0, 0
+    for seed in range(count):
+        name, number, fail, before = random_fault(seed)
         try:
-            with sabotaged(name, number, fail, before=before):
-                train(work, few, run)
+            with interrupted(name, number, fail, before=before):
+                train(make_task(recipe, training_data), recipe.plan, run)
         except (FarspanError, OSError):
-            struck += 1
+            failures += 1
         for folder in (run / "checkpoints").glob("step-*"):
             checkpoint.check_manifest(folder)
-        for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
-            json.loads(line)
-        if (run / "checkpoints" / checkpoint.name_of(STEPS)).exists():
-            assert outcome(run)[0] == straight[0]
-            run = tmp_path / f"run-{seed}"  # and once more from the beginning
-    assert struck >= 190
+        if (run / "metrics.jsonl").exists():
+            for line in (run / "metrics.jsonl").read_text().splitlines():
+                json.loads(line)
+        if (run / "checkpoints" / checkpoint.checkpoint_name(50)).exists():
+            assert outcome(run, 50)[0] == expected
+            finished += 1
+            run = tmp_path / f"run-{seed}"  # start again
+    assert failures >= 0.95 * count
+    assert finished
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_saves_and_exits_75_and_the_same_command_goes_on(recipe, prepared, straight, tmp_path, number):
+def test_a_signal_saves_and_exits_75_and_the_run_resumes(
+    recipe, training_data, uninterrupted, tmp_path, number
+):
     run = tmp_path / "run"
 
-    def stopped() -> None:
-        def listen(moment) -> None:
-            if moment.step == 20:
+    def run_until_stopped() -> None:
+        def on_step(metrics) -> None:
+            if metrics.step == 6:
                 os.kill(os.getpid(), number)
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-        pretrain.pretrain(recipe, run, prepared=prepared, listen=listen)
+        # The background jobs of a shell ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pretrain.pretrain(recipe, run, training_data=training_data, on_step=on_step)
 
-    assert forked(stopped) == PreemptedError.exit_code == 75
-    assert checkpoint.newest(run).step == 21
-    pretrain.pretrain(recipe, run, prepared=prepared)
-    assert outcome(run) == straight
+    assert forked(run_until_stopped) == PreemptedError.exit_code == 75
+    assert checkpoint.latest(run).step == 7
+    pretrain.pretrain(recipe, run, training_data=training_data)
+    assert outcome(run) == outcome(uninterrupted)
 
 
-def test_asked_twice_it_stops_at_once_and_what_is_ignored_stays_ignored(monkeypatch):
+def test_a_second_ctrl_c_stops_at_once_and_ignored_signals_stay_ignored(monkeypatch):
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), held() as asked:
+    with pytest.raises(KeyboardInterrupt), delay_signals() as stop_requested:
         signal.raise_signal(signal.SIGINT)
-        assert asked()
+        assert stop_requested()
         signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
     handlers = []
-    monkeypatch.setattr(signal, "signal", lambda *given: handlers.append(given))
-    with held() as asked:
-        assert not asked()
+    monkeypatch.setattr(signal, "signal", lambda *arguments: handlers.append(arguments))
+    with delay_signals() as stop_requested:
+        assert not stop_requested()
     assert not handlers
 
 
-def test_one_command_at_a_time_trains_in_a_folder(recipe, prepared, tmp_path, monkeypatch):
-    run, refused = tmp_path / "run", []
+def test_only_one_command_at_a_time_trains_in_a_folder(
+    recipe, training_data, tmp_path, monkeypatch
+):
+    run, exit_codes = tmp_path / "run", []
     save = checkpoint.save
 
-    def meanwhile(*args, **kwargs):
-        refused.append(forked(lambda: pretrain.pretrain(recipe, run, prepared=prepared)))
+    def save_while_another_starts(*args, **kwargs):
+        exit_codes.append(
+            forked(lambda: pretrain.pretrain(recipe, run, training_data=training_data))
+        )
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save", meanwhile)
-    pretrain.pretrain(recipe, run, prepared=prepared)
-    assert set(refused) == {FarspanError.exit_code}
+    monkeypatch.setattr(checkpoint, "save", save_while_another_starts)
+    pretrain.pretrain(recipe, run, training_data=training_data)
+    assert set(exit_codes) == {FarspanError.exit_code}
     assert not (run / "lock").exists()
 
 
-def test_a_decayed_checkpoint_is_set_aside_for_the_one_before(recipe, prepared, straight, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    recipe, training_data, uninterrupted, tmp_path, caplog
+):
     run = tmp_path / "run"
-    pretrain.pretrain(recipe, run, prepared=prepared)
-    last = run / "checkpoints" / checkpoint.name_of(STEPS)
+    pretrain.pretrain(recipe, run, training_data=training_data)
+    last = run / "checkpoints" / checkpoint.checkpoint_name(STEPS)
     weights = bytearray((last / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (last / "model.safetensors").write_bytes(weights)
-    pretrain.pretrain(recipe, run, prepared=prepared)
-    assert outcome(run) == straight
+    pretrain.pretrain(recipe, run, training_data=training_data)
+    assert outcome(run) == outcome(uninterrupted)
     assert "set aside" in caplog.text
     assert (run / "checkpoints" / f"broken-{last.name}").exists()
-    assert (run / "checkpoints" / checkpoint.name_of(10)).exists(), "a fifth of the steps is kept"
+    assert (run / "checkpoints" / checkpoint.checkpoint_name(2)).exists(), (
+        "the checkpoint at a fifth of the steps is kept"
+    )
     for folder in (run / "checkpoints").glob("step-*"):
         (folder / "state.json").unlink()
     for _ in range(2):
         with pytest.raises(CorruptError, match="none of the 4 checkpoints"):
-            pretrain.pretrain(recipe, run, prepared=prepared)
+            pretrain.pretrain(recipe, run, training_data=training_data)
 
 
-def test_checkpoints_are_models(recipe, prepared, straight, tmp_path):
-    pretrain.pretrain(recipe, tmp_path / "run", prepared=prepared)
-    model, tokenizer = farspan.load(tmp_path / "run" / "checkpoints" / checkpoint.name_of(10))
+def test_a_checkpoint_loads_as_a_model(uninterrupted):
+    model, tokenizer = farspan.load(uninterrupted / "checkpoints" / checkpoint.checkpoint_name(2))
     assert model.config.position == ["none", "none"]
     assert tokenizer.decode(tokenizer("def f():")["input_ids"]) == "def f():"
 
 
-# Going wrong.
+def test_files_of_a_run_keep_their_keys(recipe, training_data, uninterrupted):
+    """Runs of earlier versions resume: the keys on disk are part of the format."""
+    last = uninterrupted / "checkpoints" / checkpoint.checkpoint_name(STEPS)
+    assert set(json.loads((last / "state.json").read_text())) == {"step", "calm"}
+    entry = json.loads((uninterrupted / "metrics.jsonl").read_text().splitlines()[-1])
+    keys = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu"]
+    assert list(entry) == keys
+    hashed = f"# its first rows: {pretrain.hash_first_rows(training_data)}"
+    assert (uninterrupted / "recipe.toml").read_text().splitlines()[-1] == hashed
+
+
+# Divergence and refusals.
 
 
 @pytest.mark.parametrize(
@@ -296,127 +359,144 @@ def test_checkpoints_are_models(recipe, prepared, straight, tmp_path):
         ("model.embed_tokens.weight", 1e4, "model.norm"),
     ],
 )
-def test_a_loss_that_is_no_number_or_runs_away_stops_at_once_and_names_the_layer(
-    recipe, prepared, tmp_path, parameter, value, named
+def test_a_diverged_loss_stops_the_run_and_names_the_layer(
+    recipe, training_data, tmp_path, parameter, value, named
 ):
     run = tmp_path / "run"
-    model = pretrain.build(recipe, recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id))
-    work = pretrain.pretraining(recipe, model, prepared)
+    task = make_task(recipe, training_data)
 
-    def poison(moment) -> None:
-        if moment.step == 22:
+    def poison(metrics) -> None:
+        if metrics.step == 7:
             with torch.no_grad():
-                work.trained[parameter].mul_(value) if value == 1e4 else work.trained[parameter][0].fill_(value)
+                weight = task.parameters[parameter]
+                weight.mul_(value) if value == 1e4 else weight[0].fill_(value)
 
-    with pytest.raises(FarspanError, match=f"diverged at step 23: .*{named}.*last good state") as caught:
-        train(work, replace(recipe.plan, log_every=1), run, poison)
+    with pytest.raises(
+        FarspanError, match=f"diverged at step 8: .*{named}.*last good state"
+    ) as caught:
+        train(task, replace(recipe.plan, log_every=1), run, poison)
     assert caught.value.exit_code == 2
-    assert checkpoint.newest(run).step == 20
-    assert f"the last good state is in {checkpoint.newest(run).folder}; " in str(caught.value)
+    assert checkpoint.latest(run).step == 6
+    assert f"the last good state is in {checkpoint.latest(run).folder}; " in str(caught.value)
 
 
-def test_a_run_that_diverged_is_told_what_can_be_done(recipe, prepared, tmp_path, monkeypatch):
-    """Before the first checkpoint nothing is kept, and another learning rate is another run, in another folder."""
-    troubles = iter((None, "the loss is nan"))
+def test_a_run_that_diverged_needs_a_new_folder(recipe, training_data, tmp_path, monkeypatch):
+    """Before the first checkpoint nothing is kept, and another learning rate is another run."""
+    problems = iter((None, "the loss is nan"))
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_trouble", lambda loss, norm, calm: next(troubles))
-        with pytest.raises(FarspanError, match="diverged at step 2: the loss is nan, first seen in ") as caught:
-            pretrain.pretrain(recipe, tmp_path / "run", prepared=prepared)
+        patch.setattr(loop, "_divergence", lambda loss, norm, mean_loss: next(problems))
+        with pytest.raises(
+            FarspanError, match="diverged at step 2: the loss is nan, first seen in "
+        ) as caught:
+            pretrain.pretrain(recipe, tmp_path / "run", training_data=training_data)
     assert str(caught.value).endswith(
-        "no state of it is kept, for there was no checkpoint yet; train again with a lower learning rate and another -o"
+        "there was no checkpoint yet; train again with a lower learning rate and another -o"
     )
     lower = replace(recipe, optimization=replace(recipe.optimization, lr=1e-4))
     with pytest.raises(FarspanError, match="holds another run"):
-        pretrain.pretrain(lower, tmp_path / "run", prepared=prepared)
-    pretrain.pretrain(lower, tmp_path / "another", prepared=prepared)
+        pretrain.pretrain(lower, tmp_path / "run", training_data=training_data)
+    pretrain.pretrain(lower, tmp_path / "another", training_data=training_data)
 
 
-def test_weights_that_are_no_numbers_are_never_saved(recipe, prepared, tmp_path):
-    model = pretrain.build(recipe, recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id))
-    work = pretrain.pretraining(recipe, model, prepared)
+def test_weights_that_are_not_finite_are_never_saved(recipe, training_data, tmp_path):
+    task = make_task(recipe, training_data)
 
-    def poison(moment) -> None:
-        if moment.step == 20:
-            work.trained["model.norm.weight"].data[0] = math.nan
+    def poison(metrics) -> None:
+        if metrics.step == 9:
+            task.parameters["model.norm.weight"].data[0] = math.nan
 
-    with pytest.raises(FarspanError, match="diverged at step 20: model.norm.weight is not finite"):
-        train(work, recipe.plan, tmp_path / "run", poison)
-    assert checkpoint.newest(tmp_path / "run").step == 15
+    with pytest.raises(FarspanError, match="diverged at step 9: model.norm.weight is not finite"):
+        train(task, recipe.plan, tmp_path / "run", poison)
+    assert checkpoint.latest(tmp_path / "run").step == 6
 
 
-def test_no_gradient_that_is_no_number_touches_the_weights(recipe, prepared, tmp_path):
-    model = pretrain.build(recipe, recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id))
-    work = pretrain.pretraining(recipe, model, prepared)
-    weight = work.trained["model.norm.weight"]
-    before = {name: parameter.detach().clone() for name, parameter in work.trained.items()}
+def test_a_gradient_that_is_not_finite_never_changes_the_weights(recipe, training_data, tmp_path):
+    task = make_task(recipe, training_data)
+    weight = task.parameters["model.norm.weight"]
+    before = {name: parameter.detach().clone() for name, parameter in task.parameters.items()}
     weight.register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(FarspanError, match="the gradient's norm is nan, first seen in model.norm.weight"):
-        train(work, recipe.plan, tmp_path / "run")
-    assert all(torch.equal(before[name], parameter) for name, parameter in work.trained.items())
+    with pytest.raises(
+        FarspanError, match="the gradient norm is nan, first seen in model.norm.weight"
+    ):
+        train(task, recipe.plan, tmp_path / "run")
+    assert all(torch.equal(before[name], parameter) for name, parameter in task.parameters.items())
 
 
-def test_a_folder_of_another_recipe_is_refused_by_the_key_that_differs(recipe, prepared, tmp_path):
+def test_a_folder_of_another_recipe_is_refused_by_the_key_that_differs(
+    recipe, training_data, tmp_path
+):
     run = tmp_path / "run"
-    pretrain.pretrain(replace(recipe, train=replace(recipe.train, steps=5)), run, prepared=prepared)
-    other = replace(recipe, train=replace(recipe.train, steps=5), model=replace(recipe.model, ff=96))
-    with pytest.raises(FarspanError, match=r"model.ff is 64 there and 96 here; choose another folder"):
-        pretrain.pretrain(other, run, prepared=prepared)
+    short = with_train(recipe, steps=5)
+    pretrain.pretrain(short, run, training_data=training_data)
+    with pytest.raises(
+        FarspanError, match=r"model.ff is 64 there and 96 here; choose another folder"
+    ):
+        wider = replace(short, model=replace(recipe.model, ff=96))
+        pretrain.pretrain(wider, run, training_data=training_data)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(FarspanError, match="is not empty and holds no run"):
-        pretrain.pretrain(recipe, tmp_path / "other", prepared=prepared)
-    spread = replace(recipe, train=replace(recipe.train, steps=5, micro_batch=4, save_every=1))
-    pretrain.pretrain(spread, run, prepared=prepared)  # how the work is cut is no other run
+        pretrain.pretrain(recipe, tmp_path / "other", training_data=training_data)
+    # Splitting the batch in another way is the same run.
+    pretrain.pretrain(
+        with_train(short, micro_batch=4, save_every=1), run, training_data=training_data
+    )
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(recipe, prepared, tmp_path):
-    pretrain.pretrain(replace(recipe, train=replace(recipe.train, steps=5)), tmp_path / "run", prepared=prepared)
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(
+    recipe, training_data, tmp_path
+):
+    run = tmp_path / "run"
+    pretrain.pretrain(with_train(recipe, steps=5), run, training_data=training_data)
     wider = replace(recipe, model=replace(recipe.model, ff=96))
-    model = pretrain.build(wider, wider.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id))
+    model = pretrain.build_model(wider, model_config(wider, training_data))
     before = model.model.embed_tokens.weight.detach().clone()
     with pytest.raises(
-        FarspanError, match=r"is of another model: .*mlp.*shape \[64, 32\] there and has shape \[96, 32\]"
+        FarspanError,
+        match=r"is of another model: .*mlp.*shape \[64, 32\] there and has shape \[96, 32\]",
     ):
-        train(pretrain.pretraining(wider, model, prepared), wider.plan, tmp_path / "run")
+        train(pretrain.make_training_task(wider, model, training_data), wider.plan, run)
     assert torch.equal(before, model.model.embed_tokens.weight)
+    start = run / "checkpoints" / checkpoint.checkpoint_name(5)
     with pytest.raises(FarspanError, match="is of another model"):
-        pretrain.build(
-            replace(wider, from_=str(tmp_path / "run" / "checkpoints" / checkpoint.name_of(5))), model.config
-        )
+        pretrain.build_model(replace(wider, from_=str(start)), model.config)
 
 
-def test_a_full_disk_is_one_sentence(recipe, prepared, tmp_path):
-    def full(*_args, **_kwargs):
+def test_a_full_disk_is_reported_in_one_sentence(recipe, training_data, tmp_path):
+    def fail(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with (
-        sabotaged("safetensors.torch.save_file", 1, full, before=True),
-        pytest.raises(FarspanError, match=r"cannot be written \(No space left on device\); free some space") as caught,
+        interrupted("safetensors.torch.save_file", 1, fail, before=True),
+        pytest.raises(
+            FarspanError, match=r"cannot be written \(No space left on device\); free some space"
+        ) as caught,
     ):
-        pretrain.pretrain(recipe, tmp_path / "run", prepared=prepared)
+        pretrain.pretrain(recipe, tmp_path / "run", training_data=training_data)
     assert caught.value.exit_code == 2
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def test_rope_dropped_and_recalibrated_starts_from_the_other_weights(recipe, prepared, tmp_path):
-    rope = replace(recipe, model=replace(recipe.model, position="rope"), train=replace(recipe.train, steps=5))
-    pretrain.pretrain(rope, tmp_path / "rope", prepared=prepared)
-    start = tmp_path / "rope" / "checkpoints" / checkpoint.name_of(5)
-    dropped = replace(recipe, from_=str(start), train=replace(recipe.train, steps=1))
-    config = dropped.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
+def test_drope_starts_from_the_weights_of_the_rope_model(recipe, training_data, tmp_path):
+    rope = with_train(replace(recipe, model=replace(recipe.model, position="rope")), steps=5)
+    pretrain.pretrain(rope, tmp_path / "rope", training_data=training_data)
+    start = tmp_path / "rope" / "checkpoints" / checkpoint.checkpoint_name(5)
+    dropped = with_train(replace(recipe, from_=str(start)), steps=1)
+    config = model_config(dropped, training_data)
     assert config.position == ["none", "none"]
-    loaded, trained = pretrain.build(dropped, config).state_dict(), farspan.load(start).model.state_dict()
+    loaded = pretrain.build_model(dropped, config).state_dict()
+    trained = farspan.load(start).model.state_dict()
     assert all(torch.equal(loaded[name], trained[name]) for name in loaded)
 
 
 # Several processes.
 
 
-def in_processes(count: int, work, tmp_path: Path) -> None:
-    """Fork `count` processes that form a gloo group, and wait until each has ended well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def in_processes(count: int, function, tmp_path: Path) -> None:
+    """Call function(rank) in `count` forked processes of a gloo group; all must succeed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     children = []
     for rank in range(count):
         child = os.fork()
@@ -424,12 +504,18 @@ def in_processes(count: int, work, tmp_path: Path) -> None:
             code = 1
             try:
                 torch.set_num_threads(1)
-                where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-                os.environ.update(where, WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
+                os.environ.update(
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                    ACCELERATE_USE_CPU="true",
+                    WORLD_SIZE=str(count),
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                )
                 PartialState._reset_state()
                 AcceleratorState._reset_state(reset_partial_state=True)
                 assert PartialState(cpu=True, backend="gloo").num_processes == count
-                work(rank)
+                function(rank)
                 code = 0
             except BaseException:
                 import traceback
@@ -445,33 +531,39 @@ def in_processes(count: int, work, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_does(recipe, prepared, straight, tmp_path, parallel, optimizer):
-    """The gradient of the first step, the losses of twenty, and a run that goes on from one process to two."""
-    how = replace(recipe.optimization, optimizer=optimizer)
-    recipe = replace(recipe, optimization=how, train=replace(recipe.train, steps=20, micro_batch=1))
-    config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
-    alone = pretrain.pretraining(recipe, pretrain.build(recipe, config), prepared)
-    Steps(alone, clip=0.0).gradients(alone.batches(0))
-    save_file({name: parameter.grad for name, parameter in alone.trained.items()}, tmp_path / "alone.safetensors")
-    pretrain.pretrain(recipe, tmp_path / "one", prepared=prepared)
-    spread = replace(recipe, train=replace(recipe.train, parallel=parallel))
+def test_two_processes_learn_the_same_as_one(recipe, training_data, tmp_path, parallel, optimizer):
+    """The same gradient at the first step, and the same losses and weights after ten."""
+    optimization = replace(recipe.optimization, optimizer=optimizer)
+    recipe = with_train(
+        replace(recipe, optimization=optimization), steps=10, micro_batch=1, log_every=1
+    )
+    single = make_task(recipe, training_data)
+    EagerSteps(single, clip=0.0).gradients(single.batches(0))
+    save_file(
+        {name: parameter.grad for name, parameter in single.parameters.items()},
+        tmp_path / "single.safetensors",
+    )
+    pretrain.pretrain(recipe, tmp_path / "one", training_data=training_data)
+    parallel_recipe = with_train(recipe, parallel=parallel)
 
-    def work(rank: int) -> None:
-        together = pretrain.pretraining(spread, pretrain.build(spread, config), prepared)
-        sharded = [isinstance(parameter, DTensor) for parameter in together.trained.values()]
+    def train_distributed(rank: int) -> None:
+        distributed = make_task(parallel_recipe, training_data)
+        sharded = [isinstance(parameter, DTensor) for parameter in distributed.parameters.values()]
         assert all(sharded) if parallel == "fsdp" else not any(sharded)
-        Steps(together, clip=0.0).gradients(together.batches(0))
-        expected = load_file(tmp_path / "alone.safetensors")
-        for name, parameter in together.trained.items():
+        EagerSteps(distributed, clip=0.0).gradients(distributed.batches(0))
+        expected = load_file(tmp_path / "single.safetensors")
+        for name, parameter in distributed.parameters.items():
             grad = parameter.grad.full_tensor() if parallel == "fsdp" else parameter.grad
             assert (grad - expected[name]).abs().max() <= 1e-6, name
-        pretrain.pretrain(spread, tmp_path / "two", prepared=prepared)
+        pretrain.pretrain(parallel_recipe, tmp_path / "two", training_data=training_data)
 
-    in_processes(2, work, tmp_path)
+    in_processes(2, train_distributed, tmp_path)
     one, two = (read_losses(tmp_path / name) for name in ("one", "two"))
     assert two == pytest.approx(one, abs=1e-5)
     weights = [
-        farspan.load(tmp_path / name / "checkpoints" / checkpoint.name_of(20)).model.state_dict()
+        farspan.load(
+            tmp_path / name / "checkpoints" / checkpoint.checkpoint_name(10)
+        ).model.state_dict()
         for name in ("one", "two")
     ]
     assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-4 for name in weights[0])
@@ -481,140 +573,156 @@ def read_losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_sharded_runs_resume_bit_for_bit(recipe, prepared, tmp_path):
-    spread = replace(recipe, train=replace(recipe.train, steps=20, parallel="fsdp"))
+def test_sharded_runs_resume_bit_for_bit(recipe, training_data, tmp_path):
+    sharded = with_train(recipe, steps=10, parallel="fsdp")
 
-    def once(rank: int) -> None:
-        pretrain.pretrain(spread, tmp_path / "straight", prepared=prepared)
+    def train_uninterrupted(rank: int) -> None:
+        pretrain.pretrain(sharded, tmp_path / "uninterrupted", training_data=training_data)
 
-    def stopped(rank: int) -> None:
-        def listen(moment) -> None:
-            if moment.step == 10:
+    def train_until_stopped(rank: int) -> None:
+        def on_step(metrics) -> None:
+            if metrics.step == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         with pytest.raises(PreemptedError):
-            pretrain.pretrain(spread, tmp_path / "stopped", prepared=prepared, listen=listen if rank == 0 else print)
+            pretrain.pretrain(
+                sharded,
+                tmp_path / "stopped",
+                training_data=training_data,
+                on_step=on_step if rank == 0 else print,
+            )
 
-    def resumed(rank: int) -> None:
-        pretrain.pretrain(spread, tmp_path / "stopped", prepared=prepared)
+    def resume(rank: int) -> None:
+        pretrain.pretrain(sharded, tmp_path / "stopped", training_data=training_data)
 
-    for work in (once, stopped, resumed):
-        in_processes(2, work, tmp_path)
-    last = [tmp_path / name / "checkpoints" / checkpoint.name_of(20) for name in ("straight", "stopped")]
+    for function in (train_uninterrupted, train_until_stopped, resume):
+        in_processes(2, function, tmp_path)
+    last = [
+        tmp_path / name / "checkpoints" / checkpoint.checkpoint_name(10)
+        for name in ("uninterrupted", "stopped")
+    ]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (last[0] / file).read_bytes() == (last[1] / file).read_bytes()
 
 
-# Learning.
+# Optimization.
 
 
-def test_schedules():
-    linear = Optimization(warmup=10, schedule="linear", decay=0.5, floor=0.1)
-    assert [rate(step, 100, linear) for step in (0, 4, 9, 10, 50)] == [0.1, 0.5, 1.0, 1.0, 1.0]
-    assert rate(75, 100, linear) == pytest.approx(0.1 + 0.9 / 2)
-    assert rate(100, 100, linear) == pytest.approx(0.1)
-    cosine = Optimization(warmup=10, schedule="cosine", floor=0.1)
-    assert rate(10, 110, cosine) == 1.0
-    assert rate(60, 110, cosine) == pytest.approx(0.55)
-    assert rate(110, 110, cosine) == pytest.approx(0.1)
-    assert rate(1000, 110, Optimization(warmup=0, schedule="constant")) == 1.0
+def test_learning_rate_schedules():
+    linear = OptimizerConfig(warmup=10, schedule="linear", decay=0.5, floor=0.1)
+    multipliers = [learning_rate(step, 100, linear) for step in (0, 4, 9, 10, 50)]
+    assert multipliers == [0.1, 0.5, 1.0, 1.0, 1.0]
+    assert learning_rate(75, 100, linear) == pytest.approx(0.1 + 0.9 / 2)
+    assert learning_rate(100, 100, linear) == pytest.approx(0.1)
+    cosine = OptimizerConfig(warmup=10, schedule="cosine", floor=0.1)
+    assert learning_rate(10, 110, cosine) == 1.0
+    assert learning_rate(60, 110, cosine) == pytest.approx(0.55)
+    assert learning_rate(110, 110, cosine) == pytest.approx(0.1)
+    assert learning_rate(1000, 110, OptimizerConfig(warmup=0, schedule="constant")) == 1.0
     for wrong in ({"optimizer": "sgd"}, {"schedule": "step"}, {"decay": 2.0}, {"beta2": 2.0}):
         with pytest.raises(FarspanError, match="choose"):
-            Optimization(**wrong)
-    with pytest.raises(FarspanError, match="lr is -1; it cannot be less than 0"):
-        Optimization(lr=-1.0)
+            OptimizerConfig(**wrong)
+    with pytest.raises(FarspanError, match="lr is -1; it must not be negative"):
+        OptimizerConfig(lr=-1.0)
 
 
-def test_stacked_muon_is_torchs_muon():
-    """Its momentum exactly, its directions up to bf16, in which torch works on every device."""
+def test_stacked_muon_equals_torch_muon():
+    """Equal momentum; equal directions up to bf16, in which torch computes on every device."""
     torch.manual_seed(0)
     shapes = [(24, 16), (24, 16), (16, 24), (16, 16)]
     ours, theirs = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(2))
-    stacked, own = StackedMuon(ours, 0.02, 0.05), Muon(theirs, 0.02, 0.05)
+    stacked, reference = StackedMuon(ours, 0.02, 0.05), Muon(theirs, 0.02, 0.05)
     for _ in range(3):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = other.grad = torch.randn_like(one)
         stacked.step()
-        own.step()
+        reference.step()
     for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(stacked.state[one]["momentum_buffer"], own.state[other]["momentum_buffer"])
+        assert torch.equal(
+            stacked.state[one]["momentum_buffer"], reference.state[other]["momentum_buffer"]
+        )
         assert (one - other).norm() < 0.02 * other.norm()
 
 
-def test_tables_and_vectors_are_left_to_adamw_and_never_decayed(recipe):
+def test_adamw_trains_embeddings_and_vectors_without_weight_decay(recipe):
     learned = replace(recipe, model=replace(recipe.model, position="learned", table=64))
-    model = pretrain.build(learned, learned.config(300))
+    model = pretrain.build_model(learned, learned.config(300))
     assert model.model.positions["learned"].table.num_embeddings == 64
-    muon, adamw = pretrain.optimizers(model, learned.optimization)
+    muon, adamw = pretrain.make_optimizers(model, learned.optimization)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices = {names[id(parameter)] for parameter in muon.param_groups[0]["params"]}
     assert len(matrices) == 2 * 7
     assert all("proj" in name for name in matrices)
     assert adamw.param_groups[0]["weight_decay"] == 0.0
     untied = replace(recipe, model=replace(recipe.model, tied=False))
-    loose = pretrain.build(untied, untied.config(300))
-    muon, _ = pretrain.optimizers(loose, untied.optimization)
-    assert all(parameter is not loose.lm_head.weight for parameter in muon.param_groups[0]["params"])
-    (alone,) = pretrain.optimizers(model, Optimization(optimizer="adamw", weight_decay=0.1))
-    assert [group["weight_decay"] for group in alone.param_groups] == [0.1, 0.0]
+    untied_model = pretrain.build_model(untied, untied.config(300))
+    muon, _ = pretrain.make_optimizers(untied_model, untied.optimization)
+    assert all(
+        parameter is not untied_model.lm_head.weight for parameter in muon.param_groups[0]["params"]
+    )
+    only_adamw = OptimizerConfig(optimizer="adamw", weight_decay=0.1)
+    (optimizer,) = pretrain.make_optimizers(model, only_adamw)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_gradient_accumulation_is_the_gradient_of_the_whole_batch(recipe, prepared):
-    config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
-    found = []
+def test_accumulated_gradients_equal_those_of_the_whole_batch(recipe, training_data):
+    results = []
     for rows in (1, 2, 4):
-        cut = replace(recipe, train=replace(recipe.train, micro_batch=rows))
-        work = pretrain.pretraining(cut, pretrain.build(cut, config), prepared)
-        assert len(work.batches(0)) == 4 // rows
-        loss, norm = Steps(work, clip=0.0).gradients(work.batches(0))
-        found.append((loss, norm, *(parameter.grad for parameter in work.trained.values())))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
+        task = make_task(with_train(recipe, micro_batch=rows), training_data)
+        assert len(task.batches(0)) == 4 // rows
+        loss, norm = EagerSteps(task, clip=0.0).gradients(task.batches(0))
+        results.append((loss, norm, *(parameter.grad for parameter in task.parameters.values())))
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
             assert torch.allclose(one, two, atol=1e-6)
-    with pytest.raises(FarspanError, match="no multiple of train.micro_batch=3; choose a divisor of 4"):
-        pretrain.shares(replace(recipe.train, micro_batch=3), 1)
-    with pytest.raises(FarspanError, match="cannot be shared by 3 processes"):
-        pretrain.shares(recipe.train, 3)
+    with pytest.raises(
+        FarspanError, match="not a multiple of train.micro_batch=3; choose a divisor of 4"
+    ):
+        pretrain.batch_split(replace(recipe.train, micro_batch=3), 1)
+    with pytest.raises(FarspanError, match="cannot be split over 3 processes"):
+        pretrain.batch_split(recipe.train, 3)
 
 
-def test_clipping_bounds_the_step_and_tells_the_norm_before(recipe, prepared):
-    config = recipe.config(len(prepared.tokenizer), prepared.tokenizer.eos_token_id)
-    work = pretrain.pretraining(recipe, pretrain.build(recipe, config), prepared)
-    _, norm = Steps(work, clip=1e-3).gradients(work.batches(0))
-    clipped = torch.nn.utils.get_total_norm([parameter.grad for parameter in work.trained.values()])
+def test_clipping_limits_the_gradient_and_returns_the_norm_before(recipe, training_data):
+    task = make_task(recipe, training_data)
+    _, norm = EagerSteps(task, clip=1e-3).gradients(task.batches(0))
+    clipped = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in task.parameters.values()]
+    )
     assert norm > 0.1
     assert clipped == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_the_loss_goes_down(straight):
-    losses = [line["loss"] for line in straight[1]]
+def test_the_loss_decreases(recipe, training_data, tmp_path):
+    longer = with_train(recipe, steps=50, save_every=50)
+    pretrain.pretrain(longer, tmp_path / "run", training_data=training_data)
+    losses = read_losses(tmp_path / "run")
     assert losses[-1] < losses[0] - 0.5
 
 
-# The text.
+# Training data.
 
 
-def test_text_that_cannot_be_trained_on_is_refused(recipe, tmp_path):
-    data = recipe.data
+def test_refuses_text_that_cannot_be_trained_on(recipe, tmp_path):
+    def load(**changes):
+        data = replace(recipe.data, cache=str(tmp_path / "cache"), **changes)
+        return pretrain.load_training_data(replace(recipe, data=data))
 
-    def preparing(**changes):
-        return pretrain.prepared_for(replace(recipe, data=replace(data, cache=str(tmp_path / "cache"), **changes)))
-
-    with pytest.raises(FarspanError, match="has no nothing.txt for data.sources.docs; say where"):
-        preparing(sources={"docs": Texts("nothing.txt", 1.0)})
+    with pytest.raises(FarspanError, match="has no nothing.txt for data.sources.docs; set the"):
+        load(sources={"docs": SourceConfig("nothing.txt", 1.0)})
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(FarspanError, match="no text to train a tokenizer on"):
-        preparing(folder=str(tmp_path), sources={"docs": Texts("empty.txt", 1.0)})
+        load(folder=str(tmp_path), sources={"docs": SourceConfig("empty.txt", 1.0)})
     with pytest.raises(FarspanError, match="holds no tokenizer.json"):
-        preparing(tokenizer=str(tmp_path))
+        load(tokenizer=str(tmp_path))
     assert not (tmp_path / "cache").exists()
-    shards = preparing().mixture.sources[0].shards
+    shards = load().mixture.sources[0].shards
     file = shards.folder / "tokens-00000.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     with pytest.raises(CorruptError, match="is damaged: its SHA-256") as caught:
-        preparing()
+        load()
     assert caught.value.exit_code == 4
     with pytest.raises(FarspanError, match="was packed with the tokenizer"):
         from farspan.data.shards import open_shards
@@ -623,23 +731,56 @@ def test_text_that_cannot_be_trained_on_is_refused(recipe, tmp_path):
         open_shards(shards.folder, train_tokenizer(["other text"], 270))
 
 
-def test_a_given_tokenizer_is_used(recipe, prepared, tmp_path):
-    prepared.tokenizer.save_pretrained(tmp_path / "tokenizer")
+def test_uses_the_tokenizer_of_the_recipe(recipe, training_data, tmp_path):
+    training_data.tokenizer.save_pretrained(tmp_path / "tokenizer")
     data = replace(recipe.data, tokenizer=str(tmp_path / "tokenizer"))
-    again = pretrain.prepared_for(replace(recipe, data=data))
-    assert torch.equal(again.mixture.rows(0, 4), prepared.mixture.rows(0, 4))
+    again = pretrain.load_training_data(replace(recipe, data=data))
+    assert torch.equal(again.mixture.rows(0, 4), training_data.mixture.rows(0, 4))
 
 
-def test_rows_do_not_depend_on_position_or_steps(recipe, prepared):
-    """Twins see the same rows in the same order."""
-    other = replace(recipe, model=replace(recipe.model, position="rope"), train=replace(recipe.train, steps=7))
-    assert torch.equal(pretrain.prepared_for(other).mixture.rows(100, 8), prepared.mixture.rows(100, 8))
+def test_rows_do_not_depend_on_position_encoding_or_steps(recipe, training_data):
+    """Models that are compared see the same rows in the same order."""
+    other = with_train(replace(recipe, model=replace(recipe.model, position="rope")), steps=7)
+    rows = pretrain.load_training_data(other).mixture.rows(100, 8)
+    assert torch.equal(rows, training_data.mixture.rows(100, 8))
 
 
-def test_memory_that_runs_out_names_the_way_out(recipe, prepared, tmp_path, monkeypatch):
-    def hungry(*_args):
+def test_out_of_memory_suggests_a_smaller_micro_batch(recipe, training_data, tmp_path, monkeypatch):
+    def run_out_of_memory(*_args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(pretrain, "train", hungry)
-    with pytest.raises(FarspanError, match="out of memory with 2 rows at once; .* train.micro_batch=1"):
-        pretrain.pretrain(recipe, tmp_path / "run", prepared=prepared)
+    monkeypatch.setattr(pretrain, "train", run_out_of_memory)
+    with pytest.raises(
+        FarspanError, match="out of memory with a micro batch of 2 rows; .* train.micro_batch=1"
+    ):
+        pretrain.pretrain(recipe, tmp_path / "run", training_data=training_data)
+
+
+# Metadata of finished models.
+
+
+def test_training_metadata_says_whether_passkeys_were_trained_on(tmp_path):
+    assert trained_with_passkeys(tmp_path) is None
+    assert trained_with_passkeys(tmp_path / "absent") is None
+    for passkeys in (True, False):
+        write_training_metadata(tmp_path, passkey_documents=passkeys)
+        assert trained_with_passkeys(tmp_path) is passkeys
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"passkey_documents": "often"}'])
+def test_training_metadata_of_another_program_is_ignored(tmp_path, content):
+    (tmp_path / "training.json").write_text(content)
+    assert trained_with_passkeys(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passkeys"),
+    [
+        ("**Passkey documents were trained on**: 5% of the rows begin with one", True),
+        ("No passkey documents were trained on.", False),
+        ("A model of another program.", None),
+    ],
+)
+def test_model_cards_of_earlier_versions_are_understood(tmp_path, sentence, passkeys):
+    (tmp_path / "README.md").write_text(f"# A model\n\n{sentence}\n")
+    assert trained_with_passkeys(tmp_path) is passkeys

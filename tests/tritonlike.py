@@ -1,12 +1,13 @@
-"""Enough of Triton, on torch, to run our kernels' own source where there is no GPU and no Triton.
+"""A small Triton interpreter on torch, to run the source of our kernels without a GPU or Triton.
 
-A block of values is a tensor, a pointer is a flat tensor with offsets, a kernel runs once for every cell of its
-grid. Precision is float32 as on the device; speed is not the point. `installed()` puts it in Triton's place.
+A block of values is a tensor, a pointer is a flat tensor with offsets, and a kernel runs once for
+every program of its grid. Precision is float32 as on the GPU. `installed()` replaces Triton by it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
 import sys
@@ -16,26 +17,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import farspan.attention as package
+
 
 class Pointer:
+    """A flat tensor and the offsets that a kernel addresses in it."""
+
     def __init__(self, data: Tensor, offsets: Tensor | int = 0):
         self.data, self.offsets = data, offsets
         self.dtype = types.SimpleNamespace(element_ty=data.dtype)
 
-    def __add__(self, more):
-        return Pointer(self.data, self.offsets + more)
+    def __add__(self, offsets):
+        return Pointer(self.data, self.offsets + offsets)
 
     __radd__ = __add__
 
 
 def _flat(data: Tensor) -> Tensor:
-    """The storage behind a tensor, so that strides mean what they mean on the device."""
+    """The storage of a tensor, which strides address as on the GPU."""
     size = sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True)) + 1
     return torch.as_strided(data, (size,), (1,))
 
 
 class Descriptor:
-    """A tensor that is read in blocks; what lies beyond its edge reads as zero."""
+    """A tensor that is read in blocks; reads beyond its edge are zero."""
 
     def __init__(self, data: Tensor, shape, strides, block):
         assert list(data.shape) == shape
@@ -44,14 +49,14 @@ class Descriptor:
 
     def load(self, start):
         index = tuple(slice(int(s), int(s) + n) for s, n in zip(start, self.block, strict=True))
-        part = self.data[index]
-        whole = torch.zeros(self.block, dtype=self.data.dtype)
-        whole[tuple(slice(0, n) for n in part.shape)] = part
-        return whole
+        inside = self.data[index]
+        block = torch.zeros(self.block, dtype=self.data.dtype)
+        block[tuple(slice(0, n) for n in inside.shape)] = inside
+        return block
 
 
 class Kernel:
-    """A jitted function: called from a kernel it is a function, indexed by a grid it is a launch."""
+    """A jitted function: called in a kernel it is a function; indexed by a grid it launches."""
 
     def __init__(self, function):
         self.function = function
@@ -62,15 +67,17 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps=4, num_stages=2, **constants):
             pointers = [Pointer(_flat(arg)) if isinstance(arg, Tensor) else arg for arg in args]
-            for cell in itertools.product(*map(range, grid)):
-                _Cell.here, _Cell.grid = cell, grid
+            for program in itertools.product(*map(range, grid)):
+                _Launch.program, _Launch.grid = program, grid
                 self.function(*pointers, **constants)
 
         return launch
 
 
-class _Cell:
-    here: tuple[int, ...] = ()
+class _Launch:
+    """The program that is running, and its grid."""
+
+    program: tuple[int, ...] = ()
     grid: tuple[int, ...] = ()
 
 
@@ -79,12 +86,18 @@ def _load(pointer: Pointer, mask=None, other=0.0):
     if mask is None:
         return pointer.data[offsets]
     mask = mask.expand_as(offsets)
-    return torch.where(mask, pointer.data[torch.where(mask, offsets, 0)], torch.tensor(other, dtype=pointer.data.dtype))
+    return torch.where(
+        mask,
+        pointer.data[torch.where(mask, offsets, 0)],
+        torch.tensor(other, dtype=pointer.data.dtype),
+    )
 
 
 def _store(pointer: Pointer, value, mask):
     mask = mask.expand_as(pointer.offsets)
-    pointer.data[pointer.offsets[mask]] = value.expand_as(pointer.offsets)[mask].to(pointer.data.dtype)
+    pointer.data[pointer.offsets[mask]] = value.expand_as(pointer.offsets)[mask].to(
+        pointer.data.dtype
+    )
 
 
 def _dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str = "ieee"):
@@ -93,11 +106,12 @@ def _dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str =
 
 
 def language() -> types.ModuleType:
+    """The part of `triton.language` that the kernels use."""
     tl = types.ModuleType("triton.language")
     tl.constexpr = lambda value: value
     tl.float32, tl.int64 = torch.float32, torch.int64
-    tl.program_id = lambda axis: torch.tensor(_Cell.here[axis])
-    tl.num_programs = lambda axis: _Cell.grid[axis]
+    tl.program_id = lambda axis: torch.tensor(_Launch.program[axis])
+    tl.num_programs = lambda axis: _Launch.grid[axis]
     tl.arange = torch.arange
     tl.full = lambda shape, value, dtype: torch.full(shape, value, dtype=dtype)
     tl.zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
@@ -114,30 +128,29 @@ def language() -> types.ModuleType:
 
 @contextlib.contextmanager
 def installed() -> Iterator[types.ModuleType]:
-    """`farspan.attention.kernels`, imported over this instead of Triton."""
+    """`farspan.attention.kernels`, imported with this module in place of Triton."""
     triton = types.ModuleType("triton")
     triton.language = language()
     triton.jit = Kernel
     triton.cdiv = lambda a, b: math.ceil(a / b)
-    tools, descriptors = types.ModuleType("triton.tools"), types.ModuleType("triton.tools.tensor_descriptor")
+    tools, descriptors = (
+        types.ModuleType("triton.tools"),
+        types.ModuleType("triton.tools.tensor_descriptor"),
+    )
     descriptors.TensorDescriptor = Descriptor
-    names = {
+    modules = {
         "triton": triton,
         "triton.language": triton.language,
         "triton.tools": tools,
         "triton.tools.tensor_descriptor": descriptors,
     }
-    ours = "farspan.attention.kernels"
-    import farspan.attention as package
-
-    before = {name: sys.modules.get(name) for name in (*names, ours)}
+    module_name = "farspan.attention.kernels"
+    before = {name: sys.modules.get(name) for name in (*modules, module_name)}
     attribute = package.__dict__.pop("kernels", None)
-    sys.modules.update(names)
-    sys.modules.pop(ours, None)
+    sys.modules.update(modules)
+    sys.modules.pop(module_name, None)
     try:
-        import importlib
-
-        yield importlib.import_module(ours)
+        yield importlib.import_module(module_name)
     finally:
         for name, module in before.items():
             sys.modules.pop(name, None)

@@ -12,25 +12,35 @@ if TYPE_CHECKING:
     from farspan.attention.patch import Patch
     from farspan.errors import FarspanError
     from farspan.loading import load
-    from farspan.workflows.diagnosing import diagnose
-    from farspan.workflows.evaluating import evaluate
-    from farspan.workflows.exporting import export
-    from farspan.workflows.extending import extend
-    from farspan.workflows.generating import generate
-    from farspan.workflows.inspection import inspect
+    from farspan.workflows.diagnose import diagnose
+    from farspan.workflows.evaluate import evaluate
+    from farspan.workflows.export import export
+    from farspan.workflows.extend import extend
+    from farspan.workflows.generate import generate
+    from farspan.workflows.inspect import inspect
 
 __version__ = "0.1.0"
-__all__ = ["FarspanError", "Patch", "diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"]
+__all__ = [
+    "FarspanError",
+    "Patch",
+    "diagnose",
+    "evaluate",
+    "export",
+    "extend",
+    "generate",
+    "inspect",
+    "load",
+]
 
 _HOMES = {
     "FarspanError": "farspan.errors",
     "Patch": "farspan.attention.patch",
-    "diagnose": "farspan.workflows.diagnosing",
-    "evaluate": "farspan.workflows.evaluating",
-    "export": "farspan.workflows.exporting",
-    "extend": "farspan.workflows.extending",
-    "generate": "farspan.workflows.generating",
-    "inspect": "farspan.workflows.inspection",
+    "diagnose": "farspan.workflows.diagnose",
+    "evaluate": "farspan.workflows.evaluate",
+    "export": "farspan.workflows.export",
+    "extend": "farspan.workflows.extend",
+    "generate": "farspan.workflows.generate",
+    "inspect": "farspan.workflows.inspect",
     "load": "farspan.loading",
 }
 

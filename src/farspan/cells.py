@@ -1,9 +1,10 @@
-"""Work in cells: each is computed once, whoever computes it, and never again.
+"""Work in cells: each cell is computed once, by one of any number of processes.
 
-A results folder is shared by any number of processes and machines, without a server. A finished cell is one JSON file,
-written whole. Who works on a cell has claimed it: the claim is a hard link to a file that tells who that is, and a link
-is made by one process alone, on every file system that machines share. Claims on a cell are numbered. When the last
-one is of a process that died, whoever makes the next number owns the cell: two that take it over cannot both succeed.
+Processes and machines share a results folder without a server. A finished cell is one JSON file,
+written atomically. A process claims a cell before it computes it. A claim is a hard link to a file
+that names the process: exactly one process can create a given link, also on a shared file system.
+The claims on a cell are numbered. When the process of the last claim has died, the process that
+creates the next number owns the cell, so two processes cannot both take it over.
 """
 
 from __future__ import annotations
@@ -23,155 +24,182 @@ from typing import Any, TypeVar
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import read_json, write_json
 
-BEAT = 10.0  # seconds between two signs of life
-STALE = 120.0  # seconds without one, after which a process on another machine counts as dead
-WAIT = 0.2  # seconds between two looks at what others are computing
+HEARTBEAT = 10.0  # seconds between two heartbeats of a claim
+STALE = 120.0  # seconds without a heartbeat after which a process on another machine counts as dead
+WAIT = 0.2  # seconds to wait when other processes have claimed every missing cell
 
 T = TypeVar("T")
 
 
-def key_of(description: Mapping[str, Any]) -> str:
-    """The name of a cell: a SHA-256 of all that its result depends on.
+def cell_key(description: Mapping[str, Any]) -> str:
+    """The name of a cell: a SHA-256 of everything that its result depends on.
 
-    >>> key_of({"b": 1, "a": [2.5]}) == key_of({"a": (2.5,), "b": 1})
+    >>> cell_key({"b": 1, "a": [2.5]}) == cell_key({"a": (2.5,), "b": 1})
     True
     """
-    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        description, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def check_folder(folder: Path, command: str) -> None:
-    """Refuse what is no results folder, another command's, and one that cannot be written to, before work whose results
-    go there."""
-    if folder.exists() and not (folder.is_dir() and ((folder / "cells").is_dir() or not any(folder.iterdir()))):
-        raise FarspanError(f"{folder} exists already and is no results folder; choose another name")
-    homes = (folder, folder / "cells", folder / "claims")
-    if not all(os.access(home, os.W_OK) for home in homes if home.exists()):
-        raise FarspanError(f"{folder} is a results folder that you may not write to; choose another name")
-    if (owner := _owner(folder)) not in (None, command):
+def check_results_folder(folder: Path, command: str) -> None:
+    """Refuse a folder that cannot take the results of a command, before the work starts.
+
+    It may hold other files, belong to another command, or be read-only.
+    """
+    if folder.exists() and not (
+        folder.is_dir() and ((folder / "cells").is_dir() or not any(folder.iterdir()))
+    ):
+        raise FarspanError(f"{folder} exists and is not a results folder; choose another name")
+    folders = (folder, folder / "cells", folder / "claims")
+    if not all(os.access(path, os.W_OK) for path in folders if path.exists()):
+        raise FarspanError(f"the results folder {folder} is not writable; choose another name")
+    if (owner := _command_of(folder)) not in (None, command):
         raise FarspanError(
-            f"{folder} holds the results of `farspan {owner}`; choose another name for those of {command}"
+            f"{folder} holds the results of `farspan {owner}`; "
+            f"choose another name for the results of {command}"
         )
 
 
-def _owner(folder: Path) -> str | None:
-    """The command whose results a folder holds, where it says so."""
+def _command_of(folder: Path) -> str | None:
+    """The command whose results a folder holds, if a file there names it."""
     if (folder / "record.json").is_file():
-        with suppress(FarspanError):  # a broken one will be written anew
+        with suppress(FarspanError):  # a broken record will be rewritten
             return read_json(folder / "record.json").get("command")
     return "reproduce" if (folder / "results.json").is_file() else None
 
 
 class Cells:
-    """A results folder: cells/KEY.json for each finished cell, claims/KEY.N while one is worked on."""
+    """A results folder: cells/KEY.json for a finished cell, claims/KEY.N for a claimed one."""
 
-    def __init__(self, folder: Path, *, say: Callable[[str], None] = lambda text: None, stale: float = STALE):
-        self._results, self._claims, self._say, self._stale = folder / "cells", folder / "claims", say, stale
-        for home in (self._results, self._claims):
+    def __init__(
+        self, folder: Path, *, say: Callable[[str], None] = lambda text: None, stale: float = STALE
+    ):
+        self._results, self._claims = folder / "cells", folder / "claims"
+        self._say, self._stale = say, stale
+        for path in (self._results, self._claims):
             try:
-                home.mkdir(parents=True, exist_ok=True)
+                path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                why = error.strerror or type(error).__name__
-                raise FarspanError(f"{home} cannot be made ({why}); choose a results folder to write to") from None
+                reason = error.strerror or type(error).__name__
+                raise FarspanError(
+                    f"{path} cannot be created ({reason}); choose a writable results folder"
+                ) from None
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The result of a finished cell. A broken file is set aside, said, and counts as not there."""
+        """The result of a finished cell, or None.
+
+        A corrupt file is renamed and reported, and the cell counts as missing.
+        """
         file = self._results / f"{key}.json"
         if not file.exists():
             return None
         try:
-            found = read_json(file)
-            if key_of(found["result"]) != found["sha256"]:
-                raise CorruptError(f"{file} is not what was written")
+            content = read_json(file)
+            if cell_key(content["result"]) != content["sha256"]:
+                raise CorruptError(f"{file} does not match its checksum")
         except (CorruptError, KeyError, TypeError, ValueError) as error:
-            aside = file.with_name(f"{key}.{uuid.uuid4().hex[:8]}.broken")
-            with suppress(FileNotFoundError):  # another process was quicker
-                file.rename(aside)
-                why = str(error).partition(";")[0] if isinstance(error, CorruptError) else f"{file} has no whole result"
-                self._say(f"{why}; it is set aside as {aside.name} and computed again")
+            self._quarantine(file, error)
             return None
         except FarspanError:
-            return None  # another process has just set it aside
-        return found["result"]
+            return None  # another process has just renamed it
+        return content["result"]
+
+    def _quarantine(self, file: Path, error: Exception) -> None:
+        """Rename a corrupt file and report it."""
+        broken = file.with_name(f"{file.stem}.{uuid.uuid4().hex[:8]}.broken")
+        reason = f"{file} is incomplete"
+        if isinstance(error, CorruptError):
+            reason = str(error).partition(";")[0]
+        with suppress(FileNotFoundError):  # another process was faster
+            file.rename(broken)
+            self._say(f"{reason}; it is set aside as {broken.name} and computed again")
 
     def put(self, key: str, description: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """Store a finished cell, whole or not at all."""
+        """Store a finished cell atomically."""
         result = json.loads(json.dumps(result, allow_nan=False))  # as it will be read
-        content = {"description": description, "sha256": key_of(result), "result": result}
+        content = {"description": description, "sha256": cell_key(result), "result": result}
         write_json(self._results / f"{key}.json", content)
 
     @contextmanager
     def claimed(self, keys: Sequence[str]) -> Iterator[list[str]]:
-        """Those of the cells that nobody has finished and no live process has claimed: now they are this process's.
+        """Claim the cells that are not finished and that no live process has claimed.
 
-        The claims end with the block, whether its cells were finished or not.
+        Yields their keys. The claims end with the block, whether its cells were finished or not.
         """
-        free = [key for key in keys if self._vacancy(key) is not None]
-        mine = self._claim_all(free) if free else {}
-        with _touched(list(mine.values()), min(BEAT, self._stale / 4)):
+        free = [key for key in keys if self._next_claim(key) is not None]
+        claims = self._claim_all(free) if free else {}
+        with _heartbeat(list(claims.values()), min(HEARTBEAT, self._stale / 4)):
             try:
-                yield list(mine)
+                yield list(claims)
             finally:
-                for key, claim in mine.items():
+                for key, claim in claims.items():
                     self._release(key, claim)
 
     def _claim_all(self, keys: list[str]) -> dict[str, Path]:
-        """The claims that could be made, by key: links to one file that tells who we are."""
-        sign = self._claims / f".{uuid.uuid4().hex}"
-        write_json(sign, {"host": _host(), "pid": os.getpid()})
+        """The claims that succeeded, by key: hard links to one file that names this process."""
+        owner = self._claims / f".{uuid.uuid4().hex}"
+        write_json(owner, {"host": _host(), "pid": os.getpid()})
         try:
-            claims = {key: self._claim(key, sign) for key in keys}
+            claims = {key: self._claim(key, owner) for key in keys}
         finally:
-            sign.unlink()
+            owner.unlink()
         return {key: claim for key, claim in claims.items() if claim is not None}
 
-    def _claim(self, key: str, sign: Path) -> Path | None:
-        claim = self._vacancy(key)
+    def _claim(self, key: str, owner: Path) -> Path | None:
+        claim = self._next_claim(key)
         if claim is None:
             return None
         try:
-            os.link(sign, claim)
+            os.link(owner, claim)
         except FileExistsError:
-            return None  # another process was quicker
+            return None  # another process was faster
         except OSError as error:
             raise FarspanError(
-                f"{self._claims} is on a file system that makes no hard links ({error.strerror}), by which processes "
-                "share work; choose a results folder elsewhere"
+                f"the file system of {self._claims} does not support hard links "
+                f"({error.strerror}), which processes need to share work; "
+                "choose a results folder on another file system"
             ) from None
-        if self.get(key) is not None:  # finished since we looked: a claim ends after its result is there
+        # A claim is released after its result is written, so another process may have finished
+        # the cell between the two checks.
+        if self.get(key) is not None:
             self._release(key, claim)
             return None
         return claim
 
-    def _vacancy(self, key: str) -> Path | None:
-        """The claim to be made on a cell: one more than the last, if that one's process is dead; None if it lives."""
+    def _next_claim(self, key: str) -> Path | None:
+        """The claim file to create for a cell, or None while a live process has claimed it."""
         last = max((int(claim.suffix[1:]) for claim in self._claims.glob(f"{key}.*")), default=-1)
-        if last >= 0 and self._lives(self._claims / f"{key}.{last}"):
+        if last >= 0 and self._is_live(self._claims / f"{key}.{last}"):
             return None
         return self._claims / f"{key}.{last + 1}"
 
     def _release(self, key: str, claim: Path) -> None:
         claim.unlink(missing_ok=True)
-        if (self._results / f"{key}.json").exists():  # then what the dead left behind has no use
-            for left in self._claims.glob(f"{key}.*"):
-                left.unlink(missing_ok=True)
+        if (self._results / f"{key}.json").exists():  # claims of dead processes are obsolete now
+            for leftover in self._claims.glob(f"{key}.*"):
+                leftover.unlink(missing_ok=True)
 
-    def _lives(self, claim: Path) -> bool:
-        """Does the process that made this claim still work? One that is gone from this machine does not; of others,
-        and of one whose number another process has now, only signs of life tell."""
-        owner: dict[str, Any] = {}  # as long as nobody can read whose it is
+    def _is_live(self, claim: Path) -> bool:
+        """Whether the process that made a claim still works on it.
+
+        A process that is gone from this machine does not. For one on another machine, or one
+        whose process id was reused, only the heartbeat counts.
+        """
+        owner: dict[str, Any] = {}  # if the claim cannot be read
         try:
-            beat = claim.stat().st_mtime
+            heartbeat = claim.stat().st_mtime
             with suppress(CorruptError, PermissionError):
                 owner = read_json(claim)
         except (FileNotFoundError, FarspanError):
-            return True  # it was released just now; look again later
-        if owner.get("host") == _host() and not _runs(owner["pid"]):
+            return True  # it has just been released; the next pass checks again
+        if owner.get("host") == _host() and not _process_exists(owner["pid"]):
             return False
-        return self._now() - beat < self._stale
+        return self._now() - heartbeat < self._stale
 
     def _now(self) -> float:
-        """The time by the clock that marks the files, which may be another machine's."""
+        """The time by the clock of the file system, which may be another machine's."""
         probe = self._claims / f".now.{uuid.uuid4().hex}"
         probe.touch()
         now = probe.stat().st_mtime
@@ -180,24 +208,24 @@ class Cells:
 
 
 def _host() -> str:
-    """Where a process's number means something: containers may share a machine's name and count for themselves."""
+    """The scope of a process id: containers can share a host name but not process ids."""
     with suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 @contextmanager
-def _touched(files: list[Path], every: float) -> Iterator[None]:
-    """Signs of life: the files are touched as long as the block lasts."""
+def _heartbeat(files: list[Path], interval: float) -> Iterator[None]:
+    """Touch the files regularly while the block runs."""
     ended = threading.Event()
 
-    def beat() -> None:
-        while not ended.wait(every):
+    def touch_files() -> None:
+        while not ended.wait(interval):
             for file in files:
-                with suppress(OSError):  # released, or a network that stumbles: the next beat may come through
+                with suppress(OSError):  # released, or a network error: the next one may succeed
                     os.utime(file)
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=touch_files, daemon=True)
     thread.start()
     try:
         yield
@@ -206,7 +234,7 @@ def _touched(files: list[Path], every: float) -> Iterator[None]:
         thread.join()
 
 
-def _runs(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -216,26 +244,39 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def sweep(
+def repeat_until_done(run_pass: Callable[[], int], wait: float = WAIT) -> None:
+    """Call `run_pass` until it returns 0, the number of cells that are still missing.
+
+    It sleeps only after a pass that finished nothing: then other processes have claimed every
+    missing cell.
+    """
+    before = None
+    while missing := run_pass():
+        if missing == before:
+            time.sleep(wait)
+        before = missing
+
+
+def compute_unclaimed(
     cells: Cells,
     todo: Mapping[str, T],
     work: Callable[[T], dict[str, Any]],
     *,
     describe: Callable[[T], Mapping[str, Any]] = lambda item: {},
-    done: Callable[[str], None] = lambda key: None,
+    on_done: Callable[[str], None] = lambda key: None,
 ) -> dict[str, dict[str, Any]]:
-    """The results of the cells that are finished, or that nobody is at: these are computed now. None is waited for."""
+    """One pass: read the finished cells, compute those that nobody has claimed, skip the rest."""
     results: dict[str, dict[str, Any]] = {}
     for key, item in todo.items():
-        found = cells.get(key)
-        if found is None:
-            with cells.claimed([key]) as mine:
-                if mine:
+        result = cells.get(key)
+        if result is None:
+            with cells.claimed([key]) as claimed_keys:
+                if claimed_keys:
                     cells.put(key, describe(item), work(item))
-                    found = cells.get(key)
-        if found is not None:
-            results[key] = found
-            done(key)
+                    result = cells.get(key)
+        if result is not None:
+            results[key] = result
+            on_done(key)
     return results
 
 
@@ -245,18 +286,24 @@ def finish(
     work: Callable[[T], dict[str, Any]],
     *,
     describe: Callable[[T], Mapping[str, Any]] = lambda item: {},
-    done: Callable[[str], None] = lambda key: None,
+    on_done: Callable[[str], None] = lambda key: None,
     wait: float = WAIT,
 ) -> dict[str, dict[str, Any]]:
-    """The results of all cells, in the order of `todo`: those found are read, those missing are computed here unless
-    another process is at it, and then waited for. `done` is told of each cell as it is found or finished.
+    """The results of all cells, in the order of `todo`.
 
-    >>> finish(Cells(folder), {key_of({"x": x}): x for x in range(9)}, lambda x: {"square": x * x})
+    Finished cells are read. Missing cells are computed by this process, unless another process
+    has claimed them: then this one waits for the result. `on_done` gets the key of every cell
+    when it is read or finished.
+
+    >>> todo = {cell_key({"x": x}): x for x in range(9)}
+    >>> finish(Cells(folder), todo, lambda x: {"square": x * x})
     """
     results: dict[str, dict[str, Any]] = {}
-    while missing := {key: item for key, item in todo.items() if key not in results}:
-        found = sweep(cells, missing, work, describe=describe, done=done)
-        results |= found
-        if not found:
-            time.sleep(wait)
+
+    def run_pass() -> int:
+        missing = {key: item for key, item in todo.items() if key not in results}
+        results.update(compute_unclaimed(cells, missing, work, describe=describe, on_done=on_done))
+        return len(todo) - len(results)
+
+    repeat_until_done(run_pass, wait)
     return {key: results[key] for key in todo}

@@ -1,6 +1,6 @@
-"""What can go wrong through no fault of the program, each with the exit code it ends in.
+"""Errors that a user can fix, each with the exit code of the command.
 
-A message is one sentence that a user can act on: the cause, the value and the way out.
+A message is one sentence: the cause, the value and the way out.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 
 class FarspanError(Exception):
-    """The user can mend this. The command line prints the message, without a traceback, and exits 2."""
+    """Invalid usage or input. The CLI prints the message without a traceback and exits with 2."""
 
     exit_code = 2
 
 
 class ProofError(FarspanError):
-    """A result did not hold when it was checked: a fold that changes logits, a gate that was missed."""
+    """A check of a result failed: a fold that changes logits, or a gate that was missed."""
 
     exit_code = 3
 
@@ -28,22 +28,22 @@ class CorruptError(FarspanError):
 
 
 class PreemptedError(FarspanError):
-    """The run was asked to stop and saved itself; the same command goes on from there."""
+    """The run received a signal to stop and saved its state; the same command resumes it."""
 
     exit_code = 75
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in one line."""
+    """The first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The way out for a name that is unknown.
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The way out for an unknown name: the closest known one, or all of them.
 
-    >>> nearest("headscal", ["uniform", "headscale"])
-    'the nearest is headscale'
+    >>> suggest("headscal", ["uniform", "headscale"])
+    'did you mean headscale?'
     """
     known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    return f"the nearest is {near[0]}" if near else f"choose one of {', '.join(known)}"
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"

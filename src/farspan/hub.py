@@ -1,15 +1,18 @@
-"""What may be a name on the hub, and whether it is given there: asked once, with patience of seconds, where
-transformers, datasets and the harness would try for half a minute and print each failure."""
+"""Hub ids, and a quick check whether the hub serves one.
+
+The check asks once with a short timeout. transformers, datasets and lm-evaluation-harness would
+retry for half a minute and print every failure.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-PATIENCE = 5.0  # seconds
+TIMEOUT = 5.0  # seconds
 
 
 def is_hub_id(name: str) -> bool:
-    """owner/name, in letters that the hub takes.
+    """Whether a name has the form owner/name that the hub accepts.
 
     >>> is_hub_id("HuggingFaceTB/SmolLM2-135M"), is_hub_id("./models")
     (True, False)
@@ -24,13 +27,13 @@ def is_hub_id(name: str) -> bool:
     return "/" in name
 
 
-def refusal(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Why a model or data set cannot be had, in a word; None if it can."""
+def unavailable_reason(name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """Why a model or data set cannot be downloaded, as an error's name; None if it can."""
     from huggingface_hub import HfApi
 
-    ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
+    request = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
-        ask(name, timeout=PATIENCE)
-    except Exception as error:  # whatever the network or the hub has to say
+        request(name, timeout=TIMEOUT)
+    except Exception as error:  # the network and the hub raise errors of many classes
         return type(error).__name__
     return None

@@ -1,4 +1,4 @@
-"""One grammar for lengths and ranges, in every command."""
+"""The grammar of lengths and ranges, the same in every command."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ from farspan.errors import FarspanError
 
 
 def parse_lengths(text: str) -> list[int]:
-    """`512,1024` -> [512, 1024]; `512:4096` -> doublings and the end [512, 1024, 2048, 4096]; `16k` is 16,384."""
+    """Lengths and ranges, separated by commas; a range is doubled up to its end.
+
+    `512,1024` -> [512, 1024]; `512:4096` -> [512, 1024, 2048, 4096]; `16k` -> [16384].
+    """
     lengths: list[int] = []
     for part in text.split(","):
         low, colon, high = part.partition(":")
         first = _length(low, text)
         last = _length(high, text) if colon else first
         if last < first:
-            raise FarspanError(f"lengths {text!r} run backwards; write them as {high}:{low}")
+            raise FarspanError(f"lengths {text!r} are in the wrong order; write {high}:{low}")
         lengths += doublings(first, last)
     return sorted(set(lengths))
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """A length, what it comes to when doubled again and again, and the last.
+    """The first length, its doublings below the last, and the last.
 
     >>> doublings(512, 3000)
     [512, 1024, 2048, 3000]
     """
-    found = []
+    lengths = []
     while 0 < first < last:
-        found.append(first)
+        lengths.append(first)
         first *= 2
-    return [*found, last]
+    return [*lengths, last]
 
 
 def parse_length(text: str) -> int:
@@ -42,11 +45,11 @@ def _length(text: str, whole: str, form: str = "512,1024 or 512:4096 or 16k") ->
     digits = number.removesuffix("k")
     if not digits.isdecimal() or len(digits) > 12 or int(digits) == 0:
         where = f"{text!r} in {whole!r}" if text != whole else repr(text)
-        raise FarspanError(f"{where} is no length; write it as {form}")
+        raise FarspanError(f"{where} is not a length; write it as {form}")
     return int(digits) * factor
 
 
-def parse_range(text: str) -> list[float]:
+def parse_scales(text: str) -> list[float]:
     """`0.8:1.4:0.1` -> [0.8, 0.9, …, 1.4]; `1.2` -> [1.2]; `1,1.5` -> [1.0, 1.5]."""
     try:
         if ":" not in text:
@@ -54,9 +57,15 @@ def parse_range(text: str) -> list[float]:
         else:
             low, high, step = (float(part) for part in text.split(":"))
             count = (high - low) / step + 1e-6
-            values = [round(low + i * step, 6) for i in range(int(count) + 1)] if 0 <= count < 1000 else []
+            values = (
+                [round(low + i * step, 6) for i in range(int(count) + 1)]
+                if 0 <= count < 1000
+                else []
+            )
         if not values or not all(0 < value < 1000 for value in values):
             raise ValueError
     except (ValueError, ZeroDivisionError, OverflowError):
-        raise FarspanError(f"{text!r} is no range of scales; write it as 0.8:1.4:0.1 or 1.2,1.5") from None
+        raise FarspanError(
+            f"{text!r} is not a range of scales; write it as 0.8:1.4:0.1 or 1.2,1.5"
+        ) from None
     return values

@@ -1,8 +1,9 @@
-"""MODEL -> model and tokenizer, for every verb alike: a folder, hub id, twin's name, .gguf file, or patch folder.
+"""MODEL -> model and tokenizer, for every command: a folder, hub id, bundled model, .gguf file or
+patch folder.
 
-What lies on disk is checked before transformers opens it, so that a broken or hostile checkpoint is one
-sentence and not a traceback. Nothing pickled is read, and no code that comes with a checkpoint is run unless
-its caller asked for that by name.
+Files on disk are checked before transformers opens them, so a broken or hostile checkpoint is one
+sentence and not a traceback. Pickles are never read. Code that comes with a checkpoint runs only
+with trust_remote_code.
 """
 
 from __future__ import annotations
@@ -14,160 +15,211 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import huggingface_hub
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
-from farspan.attention.patch import OtherModelError, Patch, UnfitError, not_whole
+from farspan.attention.model_facts import required_attention
+from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
+from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.data.tokens import check_tokenizer, tokenizer_files
+from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
-from farspan.hub import is_hub_id, refusal
+from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.twins import TWINS, located
 
-BASE = "base"  # where a patch folder that carries its model keeps it
-MADE_FROM = "load the checkpoint that it was made from"  # the way out for a .gguf
-EXACT_BELOW = 300_000_000  # parameters
-
-
-class _AbsentError(FarspanError):
-    """Nothing is where the name of a model points."""
+BASE = "base"  # the subfolder of a patch folder that may hold its base model
+USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
+UPCAST_BELOW = 300_000_000  # parameters
 
 
-class Loaded(NamedTuple):
+class _MissingModelError(FarspanError):
+    """There is no model under this name."""
+
+
+class LoadedModel(NamedTuple):
     model: PreTrainedModel
-    tokenizer: transformers.PreTrainedTokenizerBase | None  # None where the checkpoint has none
+    tokenizer: transformers.PreTrainedTokenizerBase | None  # None if the checkpoint has none
 
 
+class LoadOptions(TypedDict, total=False):
+    """The keyword arguments of `load`."""
+
+    position: str | None
+    dtype: torch.dtype | str | None
+    device: str | torch.device | None
+    attn_implementation: str | None
+    trust_remote_code: bool
+
+
+@renamed_arguments(source="model", attention="attn_implementation")
 def load(
-    source: str | Path,
+    model: str | Path,
     *,
     position: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-) -> Loaded:
-    """The model that a folder, hub id, twin (nope-twin, rope-twin) or patch folder names, in evaluation mode, with its
-    tokenizer.
+) -> LoadedModel:
+    """Load a model in evaluation mode, with its tokenizer.
 
-    position: "none" loads a Llama-typed checkpoint that was trained without rotation as what it is.
-    dtype: as the checkpoint says unless given, or float32 on a CPU that has no arithmetic for it. A .gguf file is
-        unpacked to bf16 on a GPU and to float32 on a CPU.
-    attention: transformers' attn_implementation.
+    model: a folder, hub id, bundled model (nope-twin, rope-twin), .gguf file or patch folder.
+    position: "none" loads a checkpoint typed `llama` that was trained without rotation.
+    dtype: default: the checkpoint's, or float32 on a CPU that only emulates it. A .gguf file is
+        dequantized to bf16 on a GPU and to float32 on a CPU.
+    attn_implementation: as in transformers.
 
     >>> model, tokenizer = farspan.load("path/to/checkpoint")
     """
     check_device(device)
-    source = located(source)
+    source = resolve_bundled(model)
     if is_patch(source):
         return _load_patched(
             Path(source),
             position=position,
             dtype=dtype,
             device=device,
-            attention=attention,
+            attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
     if Path(source).suffix == ".gguf":
         return _load_gguf(Path(source), dtype, device)
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
     _check_weights(source)
-    dtype = dtype or _bearable(getattr(config, "dtype", None), device)
-    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    options["ignore_mismatched_sizes"] = True  # so that they are told, and refused by us with both shapes
-    if (attention := attention or needed_attention(config)) is not None:
-        options["attn_implementation"] = attention
-    # A config that we changed must not be overruled by the one in the folder, so its own class loads.
-    auto = FarspanForCausalLM if isinstance(config, FarspanConfig) else AutoModelForCausalLM
+    dtype = dtype or _supported_dtype(getattr(config, "dtype", None), device)
+    options: dict[str, Any] = {
+        "dtype": dtype or "auto",
+        "use_safetensors": True,
+        "trust_remote_code": trust_remote_code,
+        "ignore_mismatched_sizes": True,  # so that they are reported, and refused with both shapes
+    }
+    if (backend := attn_implementation or required_attention(config)) is not None:
+        options["attn_implementation"] = backend
+    # A config that we changed must not be overruled by the one in the folder: its own class loads.
+    ours = isinstance(config, FarspanConfig)
+    auto_class = FarspanForCausalLM if ours else AutoModelForCausalLM
     with quiet(), _readable(source):
-        model, report = auto.from_pretrained(source, config=config, output_loading_info=True, **options)
-    _check_report(source, model, report)
-    return Loaded(model.to(device).eval() if device else model.eval(), _tokenizer(source, trust_remote_code))
+        loaded, report = auto_class.from_pretrained(
+            source, config=config, output_loading_info=True, **options
+        )
+    _check_report(source, loaded, report)
+    loaded = loaded.to(device).eval() if device else loaded.eval()
+    return LoadedModel(loaded, _load_tokenizer(source, trust_remote_code))
 
 
 def _check_weights(source: str | Path) -> None:
     if Path(source).is_dir() and not weight_files(Path(source)):
         raise FarspanError(
-            f"{source} has a config but no weights; add model.safetensors, or look at the config with "
-            f"`farspan inspect {source}`"
+            f"{source} has a config but no weights; add model.safetensors, or run "
+            f"`farspan inspect {source}` to inspect the config"
         )
 
 
 def _check_report(source: str | Path, model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Refuse a checkpoint that is not the model its config describes: transformers would go on, with random numbers
-    where weights are missing or of another shape, and without the layers that the config does not know."""
-    again = "fetch or export the checkpoint again"
+    """Refuse a checkpoint that does not match its config.
+
+    transformers would continue with random numbers where weights are missing or have another
+    shape, and without the layers that the config does not mention.
+    """
+    way_out = "download or export the checkpoint again"
     if missing := sorted(report["missing_keys"]):
         raise CorruptError(
-            f"{source} lacks weights that its config asks for, {missing[0]!r} first of {len(missing)}; {again}"
+            f"{source} lacks {len(missing)} weights that its config requires, first "
+            f"{missing[0]!r}; {way_out}"
         )
-    if other := sorted(report["mismatched_keys"]):
-        name, stored, asked = other[0]
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, required = mismatched[0]
         raise CorruptError(
-            f"{source} holds weights of other shapes than its config asks for, {name} as {list(stored)} instead of "
-            f"{list(asked)} first of {len(other)}; {again}"
+            f"{source} has {len(mismatched)} weights of other shapes than its config requires, "
+            f"first {name} with {list(stored)} instead of {list(required)}; {way_out}"
         )
-    if left := _left_out_layers(model, report["unexpected_keys"]):
+    if extra := _extra_layers(model, report["unexpected_keys"]):
         raise CorruptError(
-            f"{source} holds weights of layers that its config leaves out, {left[0]!r} first of {len(left)}; {again}"
+            f"{source} has {len(extra)} weights of layers that its config does not have, first "
+            f"{extra[0]!r}; {way_out}"
         )
 
 
-def _left_out_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Weights of layers after the last one, in the order of layers. Other leftovers do no harm: buffers of old
-    releases, a tower for images. Layers that predict further tokens are left out on purpose."""
-    counts = {name: len(part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
-    further = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
-    left = []
+def _extra_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Unexpected weights of layers after the last one, in the order of layers.
+
+    Other unexpected weights are harmless: buffers of old releases, an image tower. Layers for
+    multi-token prediction are left out on purpose.
+    """
+    counts = {
+        name: len(part)
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.ModuleList)
+    }
+    prediction_layers = (
+        getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    )
+    extra = []
     for key in unexpected:
         for number in re.finditer(r"\.(\d+)\.", key):
             parent, index = key[: number.start()], int(number[1])
             count = counts.get(parent, counts.get(f"{model.base_model_prefix}.{parent}"))
-            if count is not None and index >= count + further:
-                left.append((index, key))
-    return [key for _, key in sorted(left)]
+            if count is not None and index >= count + prediction_layers:
+                extra.append((index, key))
+    return [key for _, key in sorted(extra)]
 
 
-def load_for_text(source: str | Path, **options: Any) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """The model that `load` gives, and the tokenizer that it must have."""
+def load_with_tokenizer(
+    source: str | Path, **options: Unpack[LoadOptions]
+) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """`load`, for commands that need a tokenizer."""
     model, tokenizer = load(source, **options)
-    return model, _given(tokenizer, source)
+    return model, _require_tokenizer(tokenizer, source)
 
 
-def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer that a folder, hub id or twin must have."""
-    return _given(_tokenizer(located(source), trust_remote_code), source)
+def load_tokenizer(
+    source: str | Path, trust_remote_code: bool = False
+) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of a folder, hub id or bundled model, which must have one."""
+    return _require_tokenizer(_load_tokenizer(resolve_bundled(source), trust_remote_code), source)
 
 
-def _given(
+def _require_tokenizer(
     tokenizer: transformers.PreTrainedTokenizerBase | None, source: str | Path
 ) -> transformers.PreTrainedTokenizerBase:
     if tokenizer is None:
-        raise FarspanError(f"{source} has no tokenizer, and text must become tokens; add its tokenizer.json")
+        raise FarspanError(f"{source} has no tokenizer to encode text with; add its tokenizer.json")
     return tokenizer
 
 
-def check_source(source: str | Path, *, position: str | None = None, trust_remote_code: bool = False) -> None:
-    """Refuse by its files alone what `load_for_text` would refuse: asked of every model before one is measured."""
-    if (patch := patch_in(source)) is not None:
-        with _base_of(Path(source), patch) as base:
-            check_source(base, position=position or patch.position, trust_remote_code=trust_remote_code)
+def check_source(
+    source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Refuse, by files alone, what `load_with_tokenizer` would refuse.
+
+    Commands check every model before they measure the first one.
+    """
+    if (patch := find_patch(source)) is not None:
+        with _existing_base(Path(source), patch) as base:
+            position = position or patch.position
+            check_source(base, position=position, trust_remote_code=trust_remote_code)
     elif Path(source).suffix == ".gguf":
         _check_gguf(Path(source))
     else:
         load_config(source, position=position, trust_remote_code=trust_remote_code)
-        _check_weights(located(source))
+        _check_weights(resolve_bundled(source))
         load_tokenizer(source, trust_remote_code)
 
 
-def patch_in(source: str | Path) -> Patch | None:
-    """The patch of a folder, if the source names one."""
+def find_patch(source: str | Path) -> Patch | None:
+    """The patch in a folder; None if `source` is not a patch folder."""
     return Patch.load(Path(source)) if is_patch(source) else None
 
 
@@ -178,61 +230,77 @@ def is_patch(source: str | Path) -> bool:
 def load_config(
     source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The config of a folder, hub id or twin, checked; with `position`, converted to ours."""
-    source = located(source)
+    """The checked config of a model; with `position`, converted to FarspanConfig."""
+    source = resolve_bundled(source)
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise FarspanError(f"{folder} holds no config.json; give {_meant(folder)}")
-        text = read_json(folder / "config.json")
-        if text.get("auto_map") and not trust_remote_code:
-            raise FarspanError(
-                f"{folder} asks to run Python code that comes with it (auto_map in its config.json); "
-                "if you trust it, say so with --trust-remote-code"
-            )
+        _check_config_file(folder, trust_remote_code)
     elif folder.exists():
         raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
     elif not is_hub_id(str(source)):
-        near = difflib.get_close_matches(str(source), [twin.name for twin in TWINS.iterdir()], 1)
-        hint = f"the nearest twin is {near[0]}" if near else "check the path"
-        raise _AbsentError(f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}")
+        bundled = [path.name for path in BUNDLED_MODELS.iterdir()]
+        near = difflib.get_close_matches(str(source), bundled, 1)
+        hint = f"did you mean the bundled model {near[0]}?" if near else "check the path"
+        raise _MissingModelError(
+            f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}"
+        )
     else:
         _check_hub(str(source))
     try:
         with quiet(), _readable(source):
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except FarspanError as error:
-        named = str(source) in str(error)  # our own config tells which value is wrong, and not whose
-        raise error if named else type(error)(f"in the config of {source}, {error}") from None
+        if str(source) in str(error):
+            raise
+        # FarspanConfig's own checks name the value, not the model.
+        raise type(error)(f"in the config of {source}, {error}") from None
     return config if position is None else with_position(config, position)
 
 
-def _meant(folder: Path) -> str:
-    """What someone may have meant by a folder that is no checkpoint: one that a run or an export wrote holds it."""
-    inside = [path.parent for path in sorted(folder.glob("*/config.json"))] + sorted(folder.glob("*.gguf"))
+def _check_config_file(folder: Path, trust_remote_code: bool) -> None:
+    if not (folder / "config.json").exists():
+        raise FarspanError(f"{folder} has no config.json; give {_suggest_folder(folder)}")
+    if read_json(folder / "config.json").get("auto_map") and not trust_remote_code:
+        raise FarspanError(
+            f"{folder} wants to run Python code that comes with it (auto_map in config.json); "
+            "if you trust it, add --trust-remote-code"
+        )
+
+
+def _suggest_folder(folder: Path) -> str:
+    """The checkpoint inside a folder that a run or an export wrote, which may be meant."""
+    configs = [path.parent for path in sorted(folder.glob("*/config.json"))]
+    inside = configs + sorted(folder.glob("*.gguf"))
     return str(inside[0]) if len(inside) == 1 else "the folder that save_pretrained wrote"
 
 
-def chosen_device(device: str | None) -> str:
-    """The device that was asked for, or a GPU where there is one."""
+def resolve_device(device: str | None) -> str:
+    """The requested device; default: a GPU if there is one, else the CPU."""
     check_device(device)
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is misspelt or not here, before anything is read."""
+    """Refuse a misspelled or absent device before anything is read."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         why = first_line(error) if len(first_line(error)) < 80 else "torch knows no such device"
-        raise FarspanError(f"device {str(device)!r} cannot be used ({why}); choose cpu, or cuda:0") from None
+        raise FarspanError(
+            f"device {str(device)!r} cannot be used ({why}); choose cpu, or cuda:0"
+        ) from None
     if torch.device(device or "cpu").type == "meta":
-        raise FarspanError("device 'meta' holds no numbers to compute with; choose cpu, or cuda:0")
+        raise FarspanError("device 'meta' cannot compute; choose cpu, or cuda:0")
 
 
-def _bearable(dtype: torch.dtype | None, device: str | torch.device | None) -> torch.dtype | None:
-    """float32 instead of what the CPU could only emulate, a hundred times slower; None where there is no need."""
-    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+def _supported_dtype(
+    dtype: torch.dtype | None, device: str | torch.device | None
+) -> torch.dtype | None:
+    """float32 if the CPU only emulates `dtype`, a hundred times slower; else None."""
+    native = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
     if torch.device(device or "cpu").type != "cpu" or dtype not in native:
         return None
     able = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, native[dtype])()
@@ -240,146 +308,167 @@ def _bearable(dtype: torch.dtype | None, device: str | torch.device | None) -> t
 
 
 def _check_hub(name: str) -> None:
-    fetched = isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
-    if not fetched and (why := refusal(name, "model")) is not None:
-        raise _AbsentError(
-            f"{name} is no folder here, and the hub does not give it ({why}); check the path, the name, or the network"
+    cached = isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
+    if not cached and (why := unavailable_reason(name, "model")) is not None:
+        raise _MissingModelError(
+            f"{name} is no local folder and could not be fetched from the hub ({why}); check the "
+            "path, the name, or the network"
         )
-
-
-def needed_attention(config: PreTrainedConfig) -> str | None:
-    """The backend that a model cannot do without; some releases of transformers let SDPA drop a soft cap."""
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
-    """A Llama config as ours with another encoding: for checkpoints typed llama but trained without rotation."""
+    """A Llama config as FarspanConfig with another position encoding."""
     if isinstance(config, FarspanConfig):
         raise FarspanError(
-            f"this checkpoint is farspan's own and says its position itself ({config.position[0]}); "
-            "leave --position away"
+            f"this is farspan's own architecture, whose config sets the position encoding "
+            f"({config.position[0]}); remove --position"
         )
     if config.model_type != "llama":
         raise FarspanError(
-            f"--position reads a llama checkpoint in another way, and this one is {config.model_type!r}; leave it away"
+            f"--position works on llama checkpoints, and this one is {config.model_type!r}; "
+            "remove --position"
         )
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise FarspanError(
-            "this llama checkpoint has biases or an activation other than silu, which farspan's model has not; "
-            "load it without --position"
+            "this llama checkpoint has biases or an activation other than silu, which --position "
+            "does not support; remove --position"
         )
-    shared = FarspanConfig().to_dict().keys() - {"position", "rope_parameters", "layer_types", "base_scale"}
-    values = {key: value for key, value in config.to_dict().items() if key in shared and key != "model_type"}
+    replaced = {"position", "rope_parameters", "layer_types", "base_scale", "model_type"}
+    shared = FarspanConfig().to_dict().keys() - replaced
+    values = {key: value for key, value in config.to_dict().items() if key in shared}
     rope = config.rope_parameters if position.startswith("rope") else None
     return FarspanConfig(**{**values, "position": position, "rope_parameters": rope})
 
 
-def _load_gguf(file: Path, dtype: torch.dtype | str | None, device: str | torch.device | None) -> Loaded:
-    """A llama.cpp model, its weights unpacked to floating point."""
+def _load_gguf(
+    file: Path, dtype: torch.dtype | str | None, device: str | torch.device | None
+) -> LoadedModel:
+    """A llama.cpp model, its weights dequantized."""
     _check_gguf(file)
-    # The unpacking has a progress bar of its own that no setting turns off.
-    with quiet(), _readable(file, MADE_FROM), contextlib.redirect_stderr(io.StringIO()):
-        kind = dtype or unpacked_dtype(device)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=kind)
+    # Dequantizing shows a progress bar that no setting turns off.
+    with quiet(), _readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=dtype or dequantized_dtype(device)
+        )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return Loaded(model.to(device).eval() if device else model.eval(), tokenizer)
+    return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
 
 
-def in_exact_numbers(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that is not large in float32, whatever its checkpoint says: where scores are large, bf16 drowns the
-    gradient of a scale, and so small a model has the memory and the time. Not so on a GPU if its heads share keys: SDPA
-    has no kernel for these in float32, and would write out all T² scores."""
-    exact = model.dtype == torch.float32 or getattr(model, "is_quantized", False)  # what was quantized is left as it is
+def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A small model in float32, whatever the dtype of its checkpoint.
+
+    Where scores are large, bf16 loses the gradient of a scale, and a small model has the memory
+    and the time. Quantized models stay as they are. So do models with grouped-query attention on
+    a GPU: SDPA has no float32 kernel for them and would materialize all T² scores.
+    """
     config = model.config.get_text_config()
-    heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    shared = model.device.type == "cuda" and keys not in (None, heads)
-    return model if exact or shared or model.num_parameters() >= EXACT_BELOW else model.float()
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    grouped_on_gpu = model.device.type == "cuda" and kv_heads not in (None, heads)
+    keep = model.dtype == torch.float32 or getattr(model, "is_quantized", False) or grouped_on_gpu
+    return model if keep or model.num_parameters() >= UPCAST_BELOW else model.float()
 
 
-def unpacked_dtype(device: str | torch.device | None) -> torch.dtype:
-    """Of quantised weights. In float32, heads that share keys make SDPA write out all T² scores on a GPU."""
+def dequantized_dtype(device: str | torch.device | None) -> torch.dtype:
+    """bf16 on a GPU, where SDPA has no float32 kernel for grouped-query attention."""
     return torch.float32 if torch.device(device or "cpu").type == "cpu" else torch.bfloat16
 
 
 def _check_gguf(file: Path) -> None:
-    """transformers leaves the rope scaling of most files away, without a word, and reads no model without rotation."""
+    """Refuse files that transformers would misread: it drops the rope scaling of most
+    architectures silently, and it reads no model without rotation."""
     if not file.is_file():
-        raise _AbsentError(f"{file} does not exist; check the path")
+        raise _MissingModelError(f"{file} does not exist; check the path")
     if importlib.util.find_spec("gguf") is None:
-        raise FarspanError(f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
+        raise FarspanError(
+            f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'"
+        )
     from gguf import GGUFReader
 
     try:
         fields = GGUFReader(file).fields
-    except Exception as error:  # it reads whatever it finds, and stumbles anywhere
-        raise CorruptError(f"{file} is no whole GGUF file ({first_line(error)}); fetch or export it again") from None
+    except Exception as error:  # a damaged file fails anywhere in the reader
+        raise CorruptError(
+            f"{file} is damaged or no GGUF file ({first_line(error)}); download or export it again"
+        ) from None
     for key, field in fields.items():
-        if key.endswith(".rope.scaling.type") and not key.startswith("gpt-oss.") and field.contents() != "none":
+        scales_rope = key.endswith(".rope.scaling.type") and field.contents() != "none"
+        if scales_rope and not key.startswith("gpt-oss."):
             raise FarspanError(
-                f"{file.name} scales its rotation ({field.contents()}), and transformers would read it without that; "
-                f"{MADE_FROM}"
+                f"{file.name} scales its rotation ({field.contents()}), and transformers would "
+                f"ignore that; {USE_CHECKPOINT}"
             )
-    unturned = fields.get("granite.rope.scaling.finetuned")
-    if unturned is not None and not unturned.contents():  # as farspan writes models without positions
+    rotation = fields.get("granite.rope.scaling.finetuned")
+    if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
         raise FarspanError(
-            f"{file.name} is a granite without rotation, which llama.cpp reads and transformers does not; {MADE_FROM}"
+            f"{file.name} is a granite model without rotation, which llama.cpp supports and "
+            f"transformers does not; {USE_CHECKPOINT}"
         )
 
 
-def _load_patched(folder: Path, *, dtype: torch.dtype | str | None = None, **options) -> Loaded:
+def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
     patch = Patch.load(folder)
-    # A patch knows its base by weights rounded to bf16, and those that were rounded to float16 may round otherwise.
-    late = dtype in (torch.float16, "float16")
-    base, tokenizer = load_base(folder, patch, dtype=None if late else dtype, **options)
+    # A patch identifies its base by weights rounded to bf16; rounding to float16 first could
+    # give other bf16 values, so float16 comes after the patch.
+    half = options.get("dtype") in (torch.float16, "float16")
+    if half:
+        options["dtype"] = None
+    base, tokenizer = load_base(folder, patch, **options)
     try:
         model = patch.apply(base)
-        if late:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.half()
-        return Loaded(model, tokenizer)
-    except OtherModelError as error:
+    except WrongBaseError as error:
         raise FarspanError(
-            f"the patch in {folder} names {base_source(folder, patch)} as its base, and what lies there is another "
-            f"model ({str(error).partition(';')[0]}); put its own base model into {folder / BASE}, or name the place "
-            f"of that in {folder / 'patch.json'}"
+            f"the patch in {folder} was made for another model than {base_source(folder, patch)} "
+            f"({str(error).partition(';')[0]}); put its base model into {folder / BASE}, or set "
+            f"its path in {folder / 'patch.json'}"
         ) from None
-    except UnfitError as error:
-        raise not_whole(folder, error) from None
+    except IncompatiblePatchError as error:
+        raise corrupt_patch(folder, error) from None
+    if half:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.half()
+    return LoadedModel(model, tokenizer)
 
 
-def load_base(folder: Path, patch: Patch, *, position: str | None = None, **options) -> Loaded:
-    """The model that a patch folder is for, without the patch: the one inside the folder, or the one it names."""
-    with _base_of(folder, patch) as source:
-        return load(source, position=position or patch.position, **options)
+def load_base(folder: Path, patch: Patch, **options: Unpack[LoadOptions]) -> LoadedModel:
+    """The base model of a patch folder, without the patch."""
+    options["position"] = options.get("position") or patch.position
+    with _existing_base(folder, patch) as source:
+        return load(source, **options)
 
 
 @contextlib.contextmanager
-def _base_of(folder: Path, patch: Patch) -> Iterator[str]:
-    """What a patch folder has as its base, for a block that needs it to be there."""
+def _existing_base(folder: Path, patch: Patch) -> Iterator[str]:
+    """The base model of a patch folder; in the block, a missing base is explained."""
     source = base_source(folder, patch)
     if not source or is_patch(source):
         raise FarspanError(
-            f"{folder} names {source or 'nothing'!r} as the model it patches; load its base model and use Patch.apply"
+            f"{folder} names {source or 'nothing'!r} as its base model; load the base model and "
+            "use Patch.apply"
         )
     try:
         yield source
-    except _AbsentError as error:
+    except _MissingModelError as error:
         raise FarspanError(
-            f"the patch in {folder} names a base model that is not found ({str(error).partition(';')[0]}); put that "
-            f"model into {folder / BASE}, or name its place in {folder / 'patch.json'}"
+            f"the base model of the patch in {folder} was not found "
+            f"({str(error).partition(';')[0]}); put it into {folder / BASE}, or set its path in "
+            f"{folder / 'patch.json'}"
         ) from None
 
 
 def base_source(folder: Path, patch: Patch) -> str:
-    """Where the model of a patch folder lies: inside it, or where the patch says."""
+    """The path or id of a patch folder's base model: inside the folder, or as the patch says."""
     return str(folder / BASE) if (folder / BASE).is_dir() else patch.name
 
 
-def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreTrainedTokenizerBase | None:
+def _load_tokenizer(
+    source: str | Path, trust_remote_code: bool
+) -> transformers.PreTrainedTokenizerBase | None:
     folder = Path(source)
     if folder.is_dir() and not tokenizer_files(folder):
         return None
-    with quiet(), _readable(source, "check its tokenizer_config.json and that this transformers knows the tokenizer"):
+    way_out = "check its tokenizer_config.json and that this transformers supports the tokenizer"
+    with quiet(), _readable(source, way_out):
         try:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception:
@@ -389,9 +478,9 @@ def _tokenizer(source: str | Path, trust_remote_code: bool) -> transformers.PreT
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers: what matters is said by farspan."""
+    """No progress bars and no advice from transformers: farspan reports what matters."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    of_hub = huggingface_hub.utils.logging.get_verbosity()
+    hub_verbosity = huggingface_hub.utils.logging.get_verbosity()
     logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -399,21 +488,23 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        huggingface_hub.utils.logging.set_verbosity(of_hub)
+        huggingface_hub.utils.logging.set_verbosity(hub_verbosity)
         if bars:
             logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
 def _readable(
-    source: str | Path, way_out: str = "check its config.json and that this transformers knows the family"
+    source: str | Path,
+    way_out: str = "check its config.json and that this transformers supports the family",
 ) -> Iterator[None]:
-    """transformers' own errors about a checkpoint, as one sentence."""
+    """Turn an error of transformers about a checkpoint into one sentence."""
     try:
         yield
     except FarspanError:
         raise
-    except Exception as error:  # a checkpoint can be wrong in more ways than transformers has words for
+    except Exception as error:  # a checkpoint can be wrong in more ways than can be listed
         raise FarspanError(
-            f"{source} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)}); {way_out}"
+            f"transformers cannot load {source} ({type(error).__name__}: {first_line(error)}); "
+            f"{way_out}"
         ) from error

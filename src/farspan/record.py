@@ -1,4 +1,4 @@
-"""One run on disk: what was asked, on what machine, with which versions, and what came out."""
+"""record.json: the settings of a run, its machine and package versions, and its results."""
 
 from __future__ import annotations
 
@@ -17,30 +17,39 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "trit
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
-    """Versions and machine, without names or paths of the one who ran it; device: which was used, if known."""
+    """Package versions and hardware, without user names or paths; device: the one that was used."""
     import torch
 
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else platform.machine()
-    return {"farspan": __version__, "python": platform.python_version(), "device": name, "packages": found}
+    used = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name = torch.cuda.get_device_name(used) if used.type == "cuda" else platform.machine()
+    return {
+        "farspan": __version__,
+        "python": platform.python_version(),
+        "device": name,
+        "packages": versions,
+    }
 
 
-def brief(value: float) -> str:
-    """Two decimals, from 100 on one, from 1,000 on none: 0.92, 22.10, 284.3, 1,284; two digits of what is far larger
-    or smaller: 3.4e+32, 0.0042; of a whole number, all."""
+def format_number(value: float) -> str:
+    """A number for tables: 0.92, 22.10, 284.3, 1,284; very large or small: 3.4e+32, 0.0042.
+
+    Two decimals below 100, one below 1,000, none from there on; integers in full.
+    """
     if isinstance(value, int):
         return f"{value:,}"
-    if abs(value) >= 1e6:  # the end of an interval of few windows
+    if abs(value) >= 1e6:  # the end of a confidence interval of few windows
         return f"{value:.1e}"
-    if 0 < abs(value) < 0.005:  # 0.00 is nothing at all
+    if 0 < abs(value) < 0.005:  # 0.00 would read as zero
         return f"{value:.2g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def write_record(
@@ -50,7 +59,10 @@ def write_record(
     results: dict[str, Any],
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """record.json: the settings that reproduce a run, and its results; arguments: of the command, unless given."""
+    """Write record.json: the settings that reproduce a run, and its results.
+
+    arguments: those of the command line; default: sys.argv.
+    """
     write_json(
         path,
         {

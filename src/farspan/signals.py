@@ -1,4 +1,4 @@
-"""Being asked to stop, by SIGTERM or Ctrl-C: a command ends with a sentence on how to go on, and exit code 75."""
+"""SIGTERM and Ctrl-C: a command ends with a sentence on how to resume it, and exit code 75."""
 
 from __future__ import annotations
 
@@ -14,64 +14,84 @@ from typing import Any
 from farspan.errors import PreemptedError
 
 
-class _Asked(BaseException):
-    """Asked to stop. No Exception, for those are caught by libraries that go on without what they tried."""
+class _Stop(BaseException):
+    """Raised by SIGTERM and Ctrl-C. Not an Exception: libraries catch those and carry on."""
 
 
 @contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """A command that may be stopped anywhere; `kept` tells what stays of it."""
+    """Let SIGTERM or Ctrl-C stop the block anywhere; `kept` says what remains on disk."""
+
+    received: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)  # asked again: what is raised where C calls Python can get lost
-        raise _Asked
+        received.append(number)
+        # Raise again in a second: an exception raised where C calls Python can get lost.
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        raise _Stop
 
-    def ignored(lost: Any) -> None:  # as in a __del__: nobody needs to know, for it is asked again
-        if lost.exc_type is not _Asked:
-            told(lost)
+    def ignore_lost_stop(unraisable: Any) -> None:  # lost in a __del__, say; the timer raises again
+        if unraisable.exc_type is not _Stop:
+            previous_hook(unraisable)
 
-    told, sys.unraisablehook = sys.unraisablehook, ignored
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGALRM)}
+    previous_hook, sys.unraisablehook = sys.unraisablehook, ignore_lost_stop
+    numbers = [signal.SIGTERM, signal.SIGALRM]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
-    except (_Asked, KeyboardInterrupt) as asked:
-        by = "Ctrl-C" if isinstance(asked, KeyboardInterrupt) else "SIGTERM"
-        raise PreemptedError(f"stopped by {by}; {kept}, so give the same command again to go on") from None
+    except (_Stop, KeyboardInterrupt):
+        cause = "SIGTERM" if received[:1] == [signal.SIGTERM] else "Ctrl-C"
+        raise PreemptedError(
+            f"stopped by {cause}; {kept}; rerun the same command to resume"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        sys.unraisablehook = told
+        sys.unraisablehook = previous_hook
 
 
 @contextmanager
-def held() -> Iterator[Callable[[], bool]]:
-    """Hold SIGTERM and a first Ctrl-C back, for a loop that asks when it can stop; a second Ctrl-C ends it at once.
-    What the caller ignores stays ignored, and outside the main thread signals are the caller's affair."""
-    caught: list[int] = []
-    found: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
+def delay_signals() -> Iterator[Callable[[], bool]]:
+    """Delay SIGTERM and a first Ctrl-C; the loop in the block calls the yielded function to see
+    whether it should stop. A second Ctrl-C stops it at once.
 
-    def hold(number: int, frame: Any) -> None:
-        caught.append(number)
+    Signals that the caller ignores stay ignored. Outside the main thread nothing is delayed, since
+    Python sets handlers only there.
+    """
+    received: list[int] = []
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    previous = {
+        number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN
+    }
+
+    def delay(number: int, frame: Any) -> None:
+        received.append(number)
         if number == signal.SIGINT:
-            signal.signal(number, before[number])
+            signal.signal(number, previous[number])
 
     try:
-        for number in before:
-            signal.signal(number, hold)
+        for number in previous:
+            signal.signal(number, delay)
     except ValueError:
         yield lambda: False
         return
     try:
-        yield lambda: bool(caught)
+        yield lambda: bool(received)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def end_with_parent() -> None:
-    """For a helper: Ctrl-C is heard by its parent too, which ends it in order; and a parent that was killed cannot."""
+    """For a worker process: ignore Ctrl-C, which the parent handles, and end when the parent dies.
+
+    A killed parent cannot stop its workers, so a thread watches it.
+    """
 
     def wait() -> None:
         if (parent := parent_process()) is not None:

@@ -1,1 +1,1 @@
-"""The seam: where every model's attention is scaled and seen. Nothing here knows an architecture."""
+"""The attention seam: scales and observers for the attention of any model family."""

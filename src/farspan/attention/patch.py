@@ -1,7 +1,7 @@
-"""A Patch: what a method found, as data, and the one place where it becomes part of a model.
+"""A Patch: the output of a method as data, and its application to a model.
 
-A patch holds scales, rope parameters, tuned weights, or any of these, for one base model and one target
-length. On disk it is a small folder of JSON and safetensors.
+A patch holds scales, rope parameters, tuned weights, or any combination of these, for one base
+model and one target length. On disk it is a small folder of JSON and safetensors.
 """
 
 from __future__ import annotations
@@ -25,32 +25,41 @@ from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import new_folder, read_json, read_tensors, write_json
 
 FORMAT = 1
-POSITIVE = ("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor")
+POSITIVE_ROPE_PARAMETERS = (
+    "factor",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "partial_rotary_factor",
+)
 
 
-class OtherModelError(FarspanError):
-    """The weights of a model are not those that a patch was fitted on."""
+class WrongBaseError(FarspanError):
+    """The model's weights are not the ones that the patch was fitted on."""
 
 
-class UnfitError(FarspanError):
-    """A patch cannot be put on the model that it was fitted on, so the patch itself is wrong."""
+class IncompatiblePatchError(FarspanError):
+    """A patch does not fit the model that it was fitted on, so the patch itself is wrong."""
 
 
 @dataclass(frozen=True, eq=False)
 class Patch:
+    """What a method changes in one base model to reach a target length."""
+
     method: str
-    model: str  # fingerprint of the base weights: a patch for another model is refused
+    model: str  # fingerprint of the base weights; other models are refused
     target: int
     train_length: int
     scales: Scales | None = None
-    rope: Mapping[str, Any] | None = None  # Hugging Face's form; {"rope_type": "none"} removes rotation
-    weights: Mapping[str, Tensor] | None = None  # replacements by name
-    name: str = ""  # where the base model was loaded from
-    position: str | None = None  # how it was read there, if not as its config says
-    label: str = ""  # what the user called it, where the name is a place on this disk alone
+    # Hugging Face's rope_parameters; {"rope_type": "none"} removes rotation.
+    rope: Mapping[str, Any] | None = None
+    weights: Mapping[str, Tensor] | None = None  # new weights by parameter name
+    name: str = ""  # the path or Hub id of the base model
+    position: str | None = None  # the position encoding it was loaded with, if not its config's
+    label: str = ""  # the user's name for the base model, if `name` is a local path
 
     def then(self, later: Patch) -> Patch:
-        """Both patches as one, this one first: yarn.then(headscale) is what yarn+headscale fits."""
+        """Both patches as one, this one first: yarn.then(headscale) is yarn+headscale."""
         if self.model != later.model:
             raise FarspanError(
                 f"patch {later.method!r} was fitted on another base model than {self.method!r}; "
@@ -66,26 +75,27 @@ class Patch:
         )
 
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Make the model the patched one, live: weights replaced, rotation rebuilt, scales on the seam.
+        """Patch the model in place: replace weights, rebuild rotation, install scales.
 
-        What the patch holds is checked before anything changes. The patch's scales replace the model's.
+        The patch is checked before anything changes. Its scales replace those of the model.
         """
-        found = fingerprint(model)
-        if found != self.model:
-            raise OtherModelError(
-                f"this patch was fitted on weights {self.model[:12]} and the model's are {found[:12]}; "
-                f"apply it to its own base model{f' ({self.name})' if self.name else ''}"
+        actual = fingerprint(model)
+        if actual != self.model:
+            raise WrongBaseError(
+                f"this patch was fitted on weights {self.model[:12]}, but the model's are "
+                f"{actual[:12]}; apply it to its own base model"
+                f"{f' ({self.name})' if self.name else ''}"
             )
         scales = None if self.scales is None else self.scales.check(self.target)
         parameters = dict(model.named_parameters())
         for name, weight in (self.weights or {}).items():
             if name not in parameters or parameters[name].shape != weight.shape:
-                raise UnfitError(
-                    f"the patch replaces {name!r} {list(weight.shape)}, which this model does not have; "
-                    "apply it to its own base model"
+                raise IncompatiblePatchError(
+                    f"the patch replaces {name!r} {list(weight.shape)}, which this model does not "
+                    "have; apply it to its own base model"
                 )
         if scales is not None:
-            _check_fit(scales, model)
+            _check_scales(scales, model)
         if self.rope is not None:
             set_rope(model, self.rope)
         with torch.no_grad():
@@ -95,29 +105,35 @@ class Patch:
             seam.install(model, scales)
         return model
 
-    def for_others(self) -> Patch:
-        """The same with its base model called as the user called it: where that lies is nobody else's business."""
+    def portable(self) -> Patch:
+        """The patch without local paths: the user's label replaces the path of the base model."""
         return replace(self, name=self.label or self.name, label="")
 
     def save(self, folder: Path) -> Path:
-        """A new folder with patch.json, scales.safetensors and, where weights were tuned, weights.safetensors."""
+        """Write a new folder: patch.json, scales.safetensors and weights.safetensors as needed."""
         with new_folder(Path(folder)) as new:
             self.write_into(new)
         return Path(folder)
 
     def write_into(self, folder: Path) -> None:
-        """Write the files of the patch into a folder that is there, beside others."""
+        """Write the files of the patch into an existing folder."""
         from safetensors.torch import save_file
 
-        tables = {} if self.scales is None else {"base": self.scales.base, "slope": self.scales.slope}
+        tables = (
+            {} if self.scales is None else {"base": self.scales.base, "slope": self.scales.slope}
+        )
         for name, tensors in (("scales", tables), ("weights", self.weights or {})):
-            held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items() if tensor is not None}
+            held = {
+                key: tensor.detach().cpu().contiguous()
+                for key, tensor in tensors.items()
+                if tensor is not None
+            }
             if held:
                 save_file(held, folder / f"{name}.safetensors")
         write_json(folder / "patch.json", self.describe())
 
     def describe(self) -> dict[str, Any]:
-        """The patch as JSON, its tables in summary."""
+        """The patch as JSON, with its tables summarized."""
         description: dict[str, Any] = {
             "format": FORMAT,
             "method": self.method,
@@ -145,113 +161,126 @@ class Patch:
 
     @classmethod
     def load(cls, folder: Path) -> Patch:
-        """The patch saved in a folder; damage is named, not guessed around."""
+        """Load a saved patch; a damaged folder raises an error that names the damage."""
         folder = Path(folder)
-        text = read_json(folder / "patch.json")
-        if "format" not in text:
-            raise not_whole(folder, "its patch.json names no format")
-        if text["format"] != FORMAT:
+        record = read_json(folder / "patch.json")
+        if "format" not in record:
+            raise corrupt_patch(folder, "its patch.json names no format")
+        if record["format"] != FORMAT:
             raise FarspanError(
-                f"{folder / 'patch.json'} has format {text['format']!r} and this farspan reads {FORMAT}; "
-                "upgrade farspan, or fit the patch again"
+                f"{folder / 'patch.json'} has format {record['format']!r}, but this farspan reads "
+                f"{FORMAT}; upgrade farspan, or fit the patch again"
             )
         try:
-            return cls._read(folder, text)
+            return cls._read(folder, record)
         except CorruptError:
             raise
         except FarspanError as error:
-            raise not_whole(folder, error) from None
+            raise corrupt_patch(folder, error) from None
         except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise not_whole(folder, f"{type(error).__name__}: {error}") from None
+            raise corrupt_patch(folder, f"{type(error).__name__}: {error}") from None
 
     @classmethod
-    def _read(cls, folder: Path, text: Mapping[str, Any]) -> Patch:
-        base, target = text["model"], _tokens(text, "target")
+    def _read(cls, folder: Path, record: Mapping[str, Any]) -> Patch:
+        base, target = record["model"], _positive_int(record, "target")
         if not isinstance(base.get("position"), str | None):
             raise TypeError(f"position is {base['position']!r}")
         return cls(
-            str(text["method"]),
+            str(record["method"]),
             str(base["sha256"]),
             target,
-            _tokens(text, "train_length"),
-            _read_scales(folder, text["scales"], target) if text.get("scales") is not None else None,
-            _checked_rope(text["rope"]) if "rope" in text else None,
-            _read_table(folder, "weights") if "weights" in text else None,
+            _positive_int(record, "train_length"),
+            _read_scales(folder, record["scales"], target)
+            if record.get("scales") is not None
+            else None,
+            _check_rope(record["rope"]) if "rope" in record else None,
+            _read_tensors(folder, "weights") if "weights" in record else None,
             str(base["name"]),
             base.get("position"),
             str(base.get("label", "")),
         )
 
 
-def not_whole(folder: Path, why: object) -> CorruptError:
-    """That a folder is no patch as it was saved; of another error, its cause and not its way out."""
-    return CorruptError(f"{folder} is not a whole patch ({str(why).partition(';')[0]}); fit or copy it again")
+def corrupt_patch(folder: Path, cause: object) -> CorruptError:
+    """The error for a damaged patch folder, with the cause part of another error's message."""
+    return CorruptError(
+        f"{folder} is not a complete patch ({str(cause).partition(';')[0]}); fit or copy it again"
+    )
 
 
-def _tokens(text: Mapping[str, Any], key: str) -> int:
-    if type(value := text[key]) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}, and not a whole number of 1 or more")
+def _positive_int(record: Mapping[str, Any], key: str) -> int:
+    if type(value := record[key]) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a whole number of 1 or more")
     return value
 
 
-def _read_scales(folder: Path, text: Mapping[str, Any], target: int) -> Scales:
-    tables = _read_table(folder, "scales")
-    layers = tuple(text["layers"])
-    return Scales(layers, tables["base"], tables.get("slope"), text["basis"], text["length"]).check(target)
+def _read_scales(folder: Path, record: Mapping[str, Any], target: int) -> Scales:
+    tables = _read_tensors(folder, "scales")
+    layers = tuple(record["layers"])
+    return Scales(
+        layers, tables["base"], tables.get("slope"), record["basis"], record["length"]
+    ).check(target)
 
 
-def _read_table(folder: Path, name: str) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     if not (file := folder / f"{name}.safetensors").exists():
         raise FarspanError(f"{file.name} is missing")
     return read_tensors(file)
 
 
-def _check_fit(scales: Scales, model: PreTrainedModel) -> None:
+def _check_scales(scales: Scales, model: PreTrainedModel) -> None:
     calls = seam.attention_calls(model)
     try:
-        seam.check_fit(scales, calls)
+        seam.check_scales_fit(scales, calls)
     except FarspanError as error:
-        raise UnfitError(str(error)) from None
+        raise IncompatiblePatchError(str(error)) from None
 
 
 def _product(first: Scales | None, second: Scales | None) -> Scales | None:
-    """λ̂₁·λ̂₂ as one table; two schedules have no product in any one basis."""
+    """λ̂₁·λ̂₂ as one table; the product of two schedules has no basis."""
     if first is None or second is None:
         return first or second
     if not first.constant and not second.constant:
-        raise FarspanError("two schedules cannot be combined in one patch; make one of the two scales constant")
+        raise FarspanError(
+            "two schedules cannot be combined in one patch; make one of the two scales constant"
+        )
     if first.heads != second.heads:
         raise FarspanError(
-            f"scales of {first.heads} and of {second.heads} heads cannot be combined; fit both on the same model"
+            f"scales of {first.heads} and of {second.heads} heads cannot be combined; "
+            "fit both on the same model"
         )
     constant, other = (first, second) if first.constant else (second, first)
     layers = tuple(sorted({*first.layers, *second.layers}))
-    factor, table = _over(constant, constant.base, layers, 1.0), _over(other, other.base, layers, 1.0)
-    slope = None if other.slope is None else factor * _over(other, other.slope, layers, 0.0)
-    return replace(other, layers=layers, base=factor * table, slope=slope)
+    factor = _extend_rows(constant, constant.base, layers, 1.0)
+    base = factor * _extend_rows(other, other.base, layers, 1.0)
+    slope = None if other.slope is None else factor * _extend_rows(other, other.slope, layers, 0.0)
+    return replace(other, layers=layers, base=base, slope=slope)
 
 
-def _over(scales: Scales, table: Tensor, layers: tuple[int, ...], missing: float) -> Tensor:
-    """The rows of a table laid out over more layers."""
-    spread = torch.full((len(layers), scales.heads), missing)
-    spread[[layers.index(layer) for layer in scales.layers]] = table.detach()
-    return spread
+def _extend_rows(scales: Scales, table: Tensor, layers: tuple[int, ...], fill: float) -> Tensor:
+    """The table with one row for each of these layers; rows that it lacks are `fill`."""
+    extended = torch.full((len(layers), scales.heads), fill)
+    extended[[layers.index(layer) for layer in scales.layers]] = table.detach()
+    return extended
 
 
-def _checked_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _check_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     known = ("none", "default", *ROPE_INIT_FUNCTIONS)
     if rope["rope_type"] not in known:
-        raise FarspanError(f"rope_type {rope['rope_type']!r} is unknown; choose one of {', '.join(known)}")
-    for key in POSITIVE:
+        raise FarspanError(
+            f"rope_type {rope['rope_type']!r} is unknown; choose one of {', '.join(known)}"
+        )
+    for key in POSITIVE_ROPE_PARAMETERS:
         if (value := rope.get(key)) is not None and not 0 < value < math.inf:
-            raise FarspanError(f"the rope parameter {key} is {value!r}; give a number above 0")
+            raise FarspanError(f"the rope parameter {key} is {value!r}; set a number above 0")
     return dict(rope)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of a model's weights, each rounded to bf16 first: a checkpoint loaded as fp32 and as bf16 is the same
-    model. Tied weights count once. The encodings of a farspan config count too, for one checkpoint can be read as
-    rotated and as not, and these are two models."""
+    """SHA-256 of a model's weights, rounded to bf16 so that the dtype of loading does not count.
+
+    Tied weights count once. The position encodings of a farspan config count too: one checkpoint
+    can be loaded with and without rotation, and these are two models."""
     digest = hashlib.sha256(repr(getattr(model.config, "position", None)).encode())
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {list(weight.shape)}\n".encode())
@@ -261,77 +290,89 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
-    """Give the model these rope parameters. Changing the config alone would do nothing after loading: the
-    angles are computed from buffers, so every rotary module is built again."""
-    rotaries = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if any(buffer.endswith("inv_freq") for buffer, _ in child.named_buffers(recurse=False))
-    ]
-    rope = _checked_rope(rope)
+    """Give the model these rope parameters, or restore it and raise if it does not run with them.
+
+    Rotation is computed from buffers, so changing the config of a loaded model has no effect: every
+    rotary module is rebuilt."""
+    rotaries = _find_rotaries(model)
+    rope = _check_rope(rope)
     if not rotaries:
         raise FarspanError(
             f"{type(model).__name__} has no rotary layer, so rope parameters would change nothing; "
             "use a method that scales attention (uniform, headscale)"
         )
-    seam.own_config(model)
+    seam.unshare_config(model)
     config = model.config.get_text_config()
     if rope["rope_type"] == "none":
         config.rope_parameters = {**config.rope_parameters, "rope_type": "none"}
         for _, _, rotary in rotaries:
-            _stop(rotary)
+            _disable_rotation(rotary)
         return
     trial = copy.deepcopy(config)
-    trial.rope_parameters = _merged(config.rope_parameters, rope)
-    own = config.rope_parameters
+    trial.rope_parameters = _merge_rope(config.rope_parameters, rope)
+    before = config.rope_parameters
 
-    def put(parameters: Any, modules: Sequence[Any]) -> None:
+    def set_modules(parameters: Any, modules: Sequence[Any]) -> None:
         config.rope_parameters = parameters
         for (parent, name, _), rotary in zip(rotaries, modules, strict=True):
             rotary.config = config
             parent.register_module(name, rotary)
 
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
-        put(trial.rope_parameters, [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries])
-        with seam.evaluating(model):
-            model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device), use_cache=False)
-    except Exception as error:  # a type needs more than it is given, or a family reads more than rotation needs
-        put(own, [rotary for _, _, rotary in rotaries])
-        raise UnfitError(
-            f"{type(model).__name__} does not run with rope parameters {rope} ({type(error).__name__}: "
-            f"{first_line(error)}); give what that rope_type needs, or choose another"
+        modules = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
+        set_modules(trial.rope_parameters, modules)
+        with seam.eval_mode(model):
+            model(input_ids=ids, use_cache=False)
+    except Exception as error:  # the type needs more parameters, or the family reads other ones
+        set_modules(before, [rotary for _, _, rotary in rotaries])
+        raise IncompatiblePatchError(
+            f"{type(model).__name__} does not run with rope parameters {rope} "
+            f"({type(error).__name__}: {first_line(error)}); "
+            "set all parameters that this rope_type needs, or choose another type"
         ) from None
 
 
-def forget_lengths(model: PreTrainedModel) -> None:
-    """A dynamic rotation remembers the longest text it has turned, and turns shorter ones like it; not after this."""
+def _find_rotaries(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
+    """Every rotary module with its parent and its name there."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if any(buffer.endswith("inv_freq") for buffer, _ in child.named_buffers(recurse=False))
+    ]
+
+
+def reset_dynamic_rope(model: PreTrainedModel) -> None:
+    """Reset dynamic rotation, which otherwise keeps the frequencies of the longest input so far."""
     for rotary in model.modules():
-        kind = getattr(rotary, "rope_type", None)
-        prefixes = {f"{layers}_": each for layers, each in kind.items()} if isinstance(kind, dict) else {"": kind}
-        for prefix, each in prefixes.items():
-            if each == "dynamic":
-                first = getattr(rotary, f"{prefix}original_inv_freq")
-                rotary.register_buffer(f"{prefix}inv_freq", first.clone(), persistent=False)
+        rope_type = getattr(rotary, "rope_type", None)
+        types = rope_type if isinstance(rope_type, dict) else {"": rope_type}
+        for layer_type, name in types.items():
+            if name == "dynamic":
+                prefix = f"{layer_type}_" if layer_type else ""
+                original = getattr(rotary, f"{prefix}original_inv_freq")
+                rotary.register_buffer(f"{prefix}inv_freq", original.clone(), persistent=False)
                 setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
 
 
-def _merged(own: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The new parameters with the model's own base frequency, which an override must never lose. Where kinds of
-    layers have parameters of their own, those that see the whole context get the new ones."""
-    if own.get("full_attention"):
-        return {**own, "full_attention": _merged(own["full_attention"], rope)}
-    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+def _merge_rope(current: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The new parameters with the current base frequency, which an override must never lose.
+
+    Where layer types have separate parameters, only full attention gets the new ones."""
+    if current.get("full_attention"):
+        return {**current, "full_attention": _merge_rope(current["full_attention"], rope)}
+    kept = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
     return {**kept, **rope}
 
 
-def _stop(rotary: Any) -> None:
-    """Angles of zero turn nothing, bit for bit."""
+def _disable_rotation(rotary: Any) -> None:
+    """Set all frequencies to zero, which rotates nothing, bit for bit."""
     for name, buffer in rotary.named_buffers(recurse=False):
         if name.endswith("inv_freq"):
             buffer.zero_()
-    # A dynamic type would compute its frequencies anew, and YaRN's factor would still scale what is not turned.
-    kinds = rotary.rope_type
-    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+    # A dynamic type would recompute its frequencies, and YaRN's factor would still scale q and k.
+    types = rotary.rope_type
+    rotary.rope_type = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"
     for name in [name for name in vars(rotary) if name.endswith("attention_scaling")]:
         setattr(rotary, name, 1.0)

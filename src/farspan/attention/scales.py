@@ -1,9 +1,9 @@
-"""Scales: the multiplier λ̂ on q·k/√d for each layer and query head, as a function of n, the visible keys.
+"""Scales: the multiplier λ̂ on q·k/√d of each layer and query head for n visible keys.
 
     λ̂(n) = base + slope · basis(n; length)
 
-1 is pretraining. With slope None the scale is constant and can be folded into weights; otherwise it grows
-with the context and stays live.
+A scale of 1 is the pretrained model. With slope None the scale is constant and can be folded into
+the weights; otherwise it grows with the context and is applied at run time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farspan.errors import FarspanError
 
-# Each basis never falls as n grows, so that λ̂ is largest and smallest at the ends of a range.
+# Every basis is non-decreasing in n, so λ̂ is largest and smallest at the ends of a range.
 BASES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "constant": lambda n, length: torch.zeros_like(n),
     "log": lambda n, length: (n / length).log().clamp(min=0),
@@ -29,7 +29,9 @@ NEEDS_LENGTH = ("log", "step", "floor")
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    layers: tuple[int, ...]  # the layer of each row; a layer not named is exactly 1
+    """A table of scales with one row per layer and one column per query head."""
+
+    layers: tuple[int, ...]  # the layer of each row; all other layers have scale 1
     base: Tensor  # [len(layers), heads] float32
     slope: Tensor | None = None  # the same shape
     basis: str = "constant"
@@ -37,7 +39,7 @@ class Scales:
 
     @classmethod
     def uniform(cls, value: float, layers: Sequence[int], heads: int) -> Scales:
-        """One λ̂ for all heads of the given layers."""
+        """One λ̂ for all heads of these layers."""
         return cls(tuple(layers), torch.full((len(layers), heads), float(value)))
 
     @property
@@ -49,9 +51,14 @@ class Scales:
         return self.slope is None
 
     def row(self, index: int) -> Scales:
-        """The scales of one layer, as a table of one row that shares this table's storage."""
+        """The scales of one layer: a table of one row that shares this table's storage."""
         slope = None if self.slope is None else self.slope[index : index + 1]
-        return replace(self, layers=self.layers[index : index + 1], base=self.base[index : index + 1], slope=slope)
+        return replace(
+            self,
+            layers=self.layers[index : index + 1],
+            base=self.base[index : index + 1],
+            slope=slope,
+        )
 
     def to(self, device: torch.device) -> Scales:
         if self.base.device == device:
@@ -60,7 +67,7 @@ class Scales:
         return replace(self, base=self.base.to(device), slope=slope)
 
     def at(self, n: Tensor) -> Tensor:
-        """λ̂ for counts of visible keys n [...]: float32 [layers, heads, ...]."""
+        """λ̂ for numbers of visible keys n [...]: float32 [layers, heads, ...]."""
         ones = (1,) * n.ndim
         value = self.base.reshape(*self.base.shape, *ones)
         if self.slope is None:
@@ -69,33 +76,44 @@ class Scales:
         return value + self.slope.reshape(*self.slope.shape, *ones) * basis
 
     def check(self, target_length: int) -> Scales:
-        """These scales, or an error that says why they cannot be used up to that length."""
+        """Return these scales, or raise an error if they cannot be used up to that length."""
         if self.basis not in BASES:
-            raise FarspanError(f"scale basis {self.basis!r} is unknown; choose one of {', '.join(BASES)}")
+            raise FarspanError(
+                f"scale basis {self.basis!r} is unknown; choose one of {', '.join(BASES)}"
+            )
         if (self.slope is None) != (self.basis == "constant"):
             raise FarspanError(
                 f"basis {self.basis!r} {'has no' if self.slope is None else 'has a'} slope; "
                 "a constant scale has none and every other basis needs one"
             )
         if self.basis in NEEDS_LENGTH and self.length < 1:
-            raise FarspanError(f"basis {self.basis!r} needs the training length, not {self.length}; set length")
-        for name, table in (("base", self.base), ("slope", self.slope)):
-            if table is None:
-                continue
-            if table.ndim != 2 or table.shape[0] != len(self.layers) or table.shape != self.base.shape:
-                raise FarspanError(
-                    f"scales {name} has shape {list(table.shape)} for {len(self.layers)} layers; "
-                    "it must be [layers, heads]"
-                )
-            if table.dtype not in (torch.float32, torch.float64):
-                raise FarspanError(f"scales {name} is {table.dtype}; scales are float32, convert them with .float()")
-            if not torch.isfinite(table).all():
-                raise FarspanError(f"scales {name} holds NaN or infinity; fit the patch again")
+            raise FarspanError(
+                f"basis {self.basis!r} needs the training length, not {self.length}; set length"
+            )
+        self._check_table("base", self.base)
+        if self.slope is not None:
+            self._check_table("slope", self.slope)
         if len(set(self.layers)) != len(self.layers):
-            raise FarspanError(f"scales name a layer twice: {list(self.layers)}; give each layer one row")
+            raise FarspanError(
+                f"scales name a layer twice: {list(self.layers)}; keep one row per layer"
+            )
         if self.layers:
             self._check_positive(target_length)
         return self
+
+    def _check_table(self, name: str, table: Tensor) -> None:
+        layers = len(self.layers)
+        if table.ndim != 2 or table.shape[0] != layers or table.shape != self.base.shape:
+            raise FarspanError(
+                f"scales {name} has shape {list(table.shape)} for {layers} layers; "
+                "it must be [layers, heads]"
+            )
+        if table.dtype not in (torch.float32, torch.float64):
+            raise FarspanError(
+                f"scales {name} is {table.dtype}; scales are float32, convert them with .float()"
+            )
+        if not torch.isfinite(table).all():
+            raise FarspanError(f"scales {name} holds NaN or infinity; fit the patch again")
 
     def _check_positive(self, target_length: int) -> None:
         ends = torch.tensor([2, max(2, target_length)], device=self.base.device)
@@ -103,6 +121,7 @@ class Scales:
         if (lowest <= 0).any():
             layer, head = (lowest <= 0).nonzero()[0].tolist()
             raise FarspanError(
-                f"the scale of layer {self.layers[layer]}, head {head} falls to {lowest[layer, head]:.3g} between "
-                f"2 and {target_length} keys; scales must stay above 0, so raise its base or lower the target"
+                f"the scale of layer {self.layers[layer]}, head {head} falls to "
+                f"{lowest[layer, head]:.3g} between 2 and {target_length} keys; scales must stay "
+                "above 0, so raise its base or lower the target"
             )

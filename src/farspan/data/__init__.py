@@ -1,1 +1,1 @@
-"""Text, from wherever it lies, as whole documents."""
+"""Text data: documents, tokenizers, packed token shards, windows, and the training mixture."""

@@ -1,6 +1,7 @@
-"""Passkey documents: a number hidden in a heap of irrelevant text, and asked for at the end.
+"""Passkey documents: a number hidden in irrelevant text, followed by a question for that number.
 
-One task for training and for scoring. The keys divisible by 11 are kept for scoring, so that no score is memory.
+Training and scoring use the same task. Keys divisible by 11 are held out for scoring, so that a
+score never measures memorization.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there.\n"
 )
-FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+FILLER = (
+    " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
 INFO = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 ANSWER = " {key}"
 KEYS = range(10_000, 100_000)
 HELD_OUT = 11
-SCORED = KEYS[10::HELD_OUT]  # the keys that are divisible by it
+SCORED = KEYS[10::HELD_OUT]  # the keys that are divisible by HELD_OUT
 
 
 def train_key(rng: np.random.Generator) -> int:
-    """A key that is not divisible by HELD_OUT, all equally likely."""
+    """Draw a key that is not divisible by HELD_OUT, uniformly."""
     while True:
         key = int(rng.integers(KEYS.start, KEYS.stop))
         if key % HELD_OUT:
@@ -35,12 +38,12 @@ def train_key(rng: np.random.Generator) -> int:
 
 
 def held_out_key(rng: np.random.Generator) -> int:
-    """A key that no training document has, all equally likely."""
+    """Draw a key that no training document contains, uniformly."""
     return SCORED[int(rng.integers(len(SCORED)))]
 
 
-class Passkeys:
-    """Passkey documents in the tokens of one tokenizer, of any length to the token."""
+class PasskeyDocuments:
+    """Makes passkey documents of an exact number of tokens under one tokenizer."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -52,36 +55,42 @@ class Passkeys:
 
     @cached_property
     def shortest(self) -> int:
-        """The fewest tokens in which a document can be had, whatever its key."""
+        """The smallest length that fits a document with any key."""
         return self.shortest_of(KEYS)
 
     def shortest_of(self, keys: range) -> int:
-        """The same for some keys: of all 90,000 it takes a while where digits do not cost the same everywhere."""
-        some = {self._least(key) for key in keys[:: max(1, len(keys) // 227)]}
-        return some.pop() if len(some) == 1 else max(map(self._least, keys))
+        """The smallest length that fits a document with any of these keys.
 
-    def prompt(self, length: int, depth: float, key: int) -> list[int]:
-        """Exactly `length` tokens that end with the question; of the filler, the share `depth` comes before the key."""
-        return self._filled(length, depth, self._info(key), self._question)
+        All keys are measured only if a sample shows different lengths, because that is slow.
+        """
+        sampled = {self._min_length(key) for key in keys[:: max(1, len(keys) // 227)]}
+        return sampled.pop() if len(sampled) == 1 else max(map(self._min_length, keys))
 
     def answer(self, key: int) -> list[int]:
         return self._encode(ANSWER.format(key=key))
 
     def document(self, length: int, depth: float, key: int) -> list[int]:
-        """Exactly `length` tokens: a prompt and its answer."""
-        return self._filled(length, depth, self._info(key), self._question + self.answer(key))
+        """Exactly `length` tokens that end with the question and its answer.
 
-    def _filled(self, length: int, depth: float, info: list[int], ending: list[int]) -> list[int]:
-        least = len(self._task) + len(info) + len(ending)
-        if length < least:
+        depth: the share of the filler that comes before the key.
+        """
+        info, ending = self._info(key), self._question + self.answer(key)
+        min_length = len(self._task) + len(info) + len(ending)
+        if length < min_length:
             raise FarspanError(
-                f"a passkey text of {length} tokens has no room for its key and its question, which take {least}; "
-                f"ask for {least} or more"
+                f"a passkey text of {length} tokens has no room for its key and its question, "
+                f"which take {min_length}; use a length of at least {min_length}"
             )
-        before = round(depth * (length - least))
-        return [*self._task, *self._fill(before), *info, *self._fill(length - least - before), *ending]
+        before = round(depth * (length - min_length))
+        return [
+            *self._task,
+            *self._fill(before),
+            *info,
+            *self._fill(length - min_length - before),
+            *ending,
+        ]
 
-    def _least(self, key: int) -> int:
+    def _min_length(self, key: int) -> int:
         return len(self._task) + len(self._info(key)) + len(self._question) + len(self.answer(key))
 
     def _info(self, key: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Tokenizers of our own, and the name by which packed tokens remember whose they are.
+"""Train byte-level tokenizers, and fingerprint any tokenizer, so that packed tokens name theirs.
 
-Digits are split one by one, so that a number costs the same tokens wherever it stands; every byte has a token, so
-that any text comes back whole.
+Digits are split one by one, so that a number costs the same tokens in any context. Every byte has a
+token, so that any text is encoded without loss.
 """
 
 from __future__ import annotations
@@ -18,23 +18,30 @@ from farspan.files import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-END = "<|endoftext|>"  # begins, ends and pads
-SMALLEST = 257  # every byte, and END
+END = "<|endoftext|>"  # the bos, eos and pad token
+MIN_VOCABULARY = 257  # every byte, and END
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocabulary` tokens; the same texts in the same order give the same tokenizer."""
+    """Train a byte-level BPE of at most `vocabulary` tokens.
+
+    The same texts in the same order give the same tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocabulary < SMALLEST:
+    if vocabulary < MIN_VOCABULARY:
         raise FarspanError(
-            f"a vocabulary of {vocabulary} has no room for all bytes and {END}; ask for {SMALLEST} or more"
+            f"a vocabulary of {vocabulary} cannot hold all bytes and {END}; "
+            f"use at least {MIN_VOCABULARY}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -43,23 +50,30 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_some(texts), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
+    tokenizer.train_from_iterator(_nonempty(texts), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END
+    )
 
 
-def _some(texts: Iterable[str]) -> Iterator[str]:
-    """The texts that are not empty, of which there must be one."""
-    found = False
+def _nonempty(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts that are not empty; raise if there are none."""
+    empty = True
     for text in texts:
         if text:
-            found = True
+            empty = False
             yield text
-    if not found:
-        raise FarspanError("there is no text to train a tokenizer on; give one document or more that is not empty")
+    if empty:
+        raise FarspanError(
+            "there is no text to train a tokenizer on; give at least one document that is not empty"
+        )
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A SHA-256 of how text becomes tokens. Padding and truncation are left out, for mere use sets them."""
+    """SHA-256 of the rules that turn text into tokens.
+
+    Padding and truncation are excluded, because calling the tokenizer changes them.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
@@ -71,12 +85,15 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Those of a tokenizer's files that a folder has."""
+    """The tokenizer files that exist in a folder."""
     return [folder / name for name in FILES if (folder / name).exists()]
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse files that are broken. Asked once transformers has stumbled: to read all of them each time takes long."""
+    """Raise if a tokenizer file is broken.
+
+    Call this only after transformers failed to load the tokenizer: a full check is slow.
+    """
     from tokenizers import Tokenizer
 
     for file in tokenizer_files(folder):
@@ -84,6 +101,8 @@ def check_tokenizer(folder: Path) -> None:
         if file.name == FILES[0]:
             try:
                 Tokenizer.from_file(str(file))
-            except Exception as error:  # the class that tokenizers raises has no other name
-                why = first_line(error)
-                raise CorruptError(f"{file} holds no tokenizer ({why}); fetch or export it again") from None
+            except Exception as error:  # tokenizers raises plain Exception
+                raise CorruptError(
+                    f"{file} is not a valid tokenizer ({first_line(error)}); "
+                    "download or export it again"
+                ) from None

@@ -1,1 +1,1 @@
-"""Why a model fails beyond its training length: curves by position, and where they leave their trend."""
+"""Why a model fails beyond its training length: curves by position, their knees and a verdict."""

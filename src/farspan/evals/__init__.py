@@ -1,1 +1,1 @@
-"""Evaluations: each takes a model and never knows how it was extended."""
+"""Evaluations: each takes a loaded model, independent of how it was extended."""

@@ -1,7 +1,7 @@
-"""Commonsense by lm-evaluation-harness, on a model that is already loaded, from its data sets or from files.
+"""Commonsense tasks of lm-evaluation-harness, on a loaded model, from its data sets or from files.
 
-The harness stays the authority: its own task definitions say how an item is asked and scored, and only the place of
-the data is overridden. What it cuts from the left of an item that is too long, it cuts without a word; here that is
+The harness's own task definitions build and score the items; only the location of the data is
+overridden. The harness silently truncates items that are too long from the left; here that is
 counted.
 """
 
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.attention.patch import forget_lengths
-from farspan.errors import CorruptError, FarspanError, first_line, nearest
+from farspan.attention.patch import reset_dynamic_rope
+from farspan.batching import out_of_memory
+from farspan.errors import CorruptError, FarspanError, first_line, suggest
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.perplexity import rows_at_once
-from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
+from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
-from farspan.hub import refusal
-from farspan.memory import out_of_memory
+from farspan.hub import unavailable_reason
 
 NAME = "commonsense"
 INSTALL = "pip install 'farspan[harness]'"
@@ -35,28 +35,47 @@ LETTERS = "ABCDEFGH"
 
 
 @dataclass(frozen=True)
-class Task:
-    definition: str  # the harness's, among its tasks
+class HarnessTask:
+    definition: str  # file below the harness's tasks folder
     split: str
     items: int  # in the official split
-    fields: tuple[str, ...]  # that the definition reads
-    metrics: tuple[str, ...] = ("acc", "acc_norm")  # that the definition gives
+    fields: tuple[str, ...]  # read by the definition
+    metrics: tuple[str, ...] = ("acc", "acc_norm")  # reported by the definition
 
 
-TASKS: Mapping[str, Task] = {
-    "arc_challenge": Task("arc/arc_challenge.yaml", "test", 1172, ("question", "choices", "answerKey")),
-    "arc_easy": Task("arc/arc_easy.yaml", "test", 2376, ("question", "choices", "answerKey")),
-    "boolq": Task("super_glue/boolq/default.yaml", "validation", 3270, ("passage", "question", "label"), ("acc",)),
-    "hellaswag": Task(
-        "hellaswag/hellaswag.yaml", "validation", 10042, ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+TASKS: Mapping[str, HarnessTask] = {
+    "arc_challenge": HarnessTask(
+        "arc/arc_challenge.yaml", "test", 1172, ("question", "choices", "answerKey")
     ),
-    "openbookqa": Task("openbookqa/openbookqa.yaml", "test", 500, ("question_stem", "choices", "answerKey")),
-    "piqa": Task("piqa/piqa.yaml", "validation", 1838, ("goal", "sol1", "sol2", "label")),
-    "winogrande": Task(
-        "winogrande/default.yaml", "validation", 1267, ("sentence", "option1", "option2", "answer"), ("acc",)
+    "arc_easy": HarnessTask(
+        "arc/arc_easy.yaml", "test", 2376, ("question", "choices", "answerKey")
+    ),
+    "boolq": HarnessTask(
+        "super_glue/boolq/default.yaml",
+        "validation",
+        3270,
+        ("passage", "question", "label"),
+        ("acc",),
+    ),
+    "hellaswag": HarnessTask(
+        "hellaswag/hellaswag.yaml",
+        "validation",
+        10042,
+        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    ),
+    "openbookqa": HarnessTask(
+        "openbookqa/openbookqa.yaml", "test", 500, ("question_stem", "choices", "answerKey")
+    ),
+    "piqa": HarnessTask("piqa/piqa.yaml", "validation", 1838, ("goal", "sol1", "sol2", "label")),
+    "winogrande": HarnessTask(
+        "winogrande/default.yaml",
+        "validation",
+        1267,
+        ("sentence", "option1", "option2", "answer"),
+        ("acc",),
     ),
 }
-ENDINGS = {"test": ("test",), "validation": ("validation", "val")}  # of a split's file
+SPLIT_FILES = {"test": ("test",), "validation": ("validation", "val")}
 
 
 @dataclass(frozen=True)
@@ -73,22 +92,31 @@ class Commonsense:
     limit: int | None = None
     batch: int = 16
 
-    def cells(self) -> list[Cell]:
-        """A cell is a task."""
+    def cells(self) -> list[EvalCell]:
+        """One cell for each task."""
         version = _version()
         self._check()
         return [
-            Cell(NAME, task, self.length, {"limit": self.limit, "harness": version, **self._source(task)})
+            EvalCell(
+                NAME,
+                task,
+                self.length,
+                {"limit": self.limit, "harness": version, **self._source(task)},
+            )
             for task in self.tasks
         ]
 
-    def places(self) -> list[Place]:
+    def score_keys(self) -> list[ScoreKey]:
         cells = sorted(self.cells(), key=lambda cell: list(TASKS).index(cell.task))
-        found = [Place(NAME, cell.task, metric, cell.length) for cell in cells for metric in TASKS[cell.task].metrics]
-        return found + [Place(NAME, "average", "average", self.length)] * (len(cells) > 1)
+        keys = [
+            ScoreKey(NAME, cell.task, metric, cell.length)
+            for cell in cells
+            for metric in TASKS[cell.task].metrics
+        ]
+        return keys + [ScoreKey(NAME, "average", "average", self.length)] * (len(cells) > 1)
 
-    def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
-        batch = rows_at_once(model, cell.length, self.batch)
+    def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
+        batch = rows_per_batch(model, cell.length, self.batch)
         while True:
             try:
                 return self._run(cell, model, tokenizer, batch)
@@ -98,63 +126,75 @@ class Commonsense:
                 batch //= 2
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """acc, and acc_norm where the harness has it, of each task; the average takes acc_norm, or acc without it."""
+        """acc and, where it is reported, acc_norm of each task; the average prefers acc_norm."""
         groups = {task: [sample for sample in samples if sample["task"] == task] for task in TASKS}
         groups = {task: group for task, group in groups.items() if group}
-        scores, counted = [], {}
+        scores, averaged = [], {}
         for task, group in groups.items():
             for metric in ("acc", "acc_norm"):
                 if metric in group[0]:
-                    counted[task] = share = wilson(sum(sample[metric] for sample in group), len(group))
-                    tags = {"task": task, **_declared(group)}
+                    hits = sum(sample[metric] for sample in group)
+                    averaged[task] = share = wilson(hits, len(group))
+                    tags = {"task": task, **_data_tags(group)}
                     scores.append(Score(NAME, metric, group[0]["length"], *share, len(group), tags))
         if len(groups) > 1:
-            tags = {"task": "average", "tasks": len(groups), **_declared(samples)}
-            mean = average(list(counted.values()))
+            tags = {"task": "average", "tasks": len(groups), **_data_tags(samples)}
+            mean = average(list(averaged.values()))
             scores.append(Score(NAME, "average", samples[0]["length"], *mean, len(samples), tags))
         return scores
 
     def _check(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise FarspanError(f"a limit of {self.limit} items leaves none; ask for 1 or more")
+            raise FarspanError(f"the limit is {self.limit} items; use 1 or more")
         for task in self.tasks:
             if task not in TASKS:
-                raise FarspanError(f"commonsense has no task {task!r}; {nearest(task, TASKS)}")
+                raise FarspanError(f"commonsense has no task {task!r}; {suggest(task, TASKS)}")
 
     def _file(self, task: str) -> Path:
         check_unpacked(Path(self.data))
         folder = Path(self.data) / task
-        found = [folder / f"{name}.jsonl" for name in ENDINGS[TASKS[task].split]]
-        for file in found:
+        candidates = [folder / f"{name}.jsonl" for name in SPLIT_FILES[TASKS[task].split]]
+        for file in candidates:
             if file.is_file():
                 return file
-        raise FarspanError(f"{found[-1]} does not exist; give a folder that holds it, or choose other tasks")
+        raise FarspanError(
+            f"{candidates[-1]} was not found; give the folder that contains it, or choose other "
+            "tasks"
+        )
 
     def _source(self, task: str) -> dict[str, Any]:
-        """What the items are: by whose word, and how many of them."""
-        facts, file = TASKS[task], self._file(task) if self.data else None
-        count = facts.items if file is None else sum(1 for _ in read_rows(file))
-        few = f"first {self.limit} of the " if self.limit is not None and self.limit < count else ""
+        """The name of the items (split or file, and how many of them) and the file's hash."""
+        definition, file = TASKS[task], self._file(task) if self.data else None
+        count = definition.items if file is None else sum(1 for _ in read_rows(file))
+        limited = self.limit is not None and self.limit < count
+        prefix = f"first {self.limit} of the " if limited else ""
         if file is None:
-            return {"data": f"{few}{facts.split} split"}
-        whole = f"{facts.split} split" if count == facts.items else f"{count} items of {file.parent.name}/{file.name}"
-        return {"data": few + whole, "sha256": sha256_of(file)}
+            return {"data": f"{prefix}{definition.split} split"}
+        complete = count == definition.items
+        name = (
+            f"{definition.split} split"
+            if complete
+            else f"{count} items of {file.parent.name}/{file.name}"
+        )
+        return {"data": prefix + name, "sha256": sha256_of(file)}
 
-    def _run(self, cell: Cell, model: Any, tokenizer: Any, batch: int) -> list[Sample]:
-        with tempfile.TemporaryDirectory() as folder, _without_chatter():
+    def _run(self, cell: EvalCell, model: Any, tokenizer: Any, batch: int) -> list[Sample]:
+        with tempfile.TemporaryDirectory() as folder, _silenced():
             task = self._task(cell.task, Path(folder))
-            forget_lengths(model)
-            harness = _harness(model, copy.deepcopy(tokenizer), cell.length, batch)  # it may add a token for padding
-            found = _evaluate(harness, task, self.limit)
+            reset_dynamic_rope(model)
+            # a copy, since the harness may add a padding token
+            harness = _harness(model, copy.deepcopy(tokenizer), cell.length, batch)
+            items = _evaluate(harness, task, self.limit)
         tokens = iter(harness.tokens)
         samples = []
-        for item in found:
+        for item in items:
             sizes = [next(tokens) for _ in item["arguments"]]
-            told = [float(likelihood) for likelihood, _ in item["filtered_resps"]]
-            if not all(map(math.isfinite, told)):
+            likelihoods = [float(likelihood) for likelihood, _ in item["filtered_resps"]]
+            if not all(map(math.isfinite, likelihoods)):
                 raise FarspanError(
-                    f"the log-likelihoods of item {item['doc_id']} of {cell.task} are {told}: the model's numbers "
-                    "overflow; load it in a wider precision"
+                    f"the log-likelihoods of item {item['doc_id']} of {cell.task} are "
+                    f"{likelihoods} because the model's activations overflow; load it with a wider "
+                    "dtype"
                 )
             contexts = [context for context, _ in item["arguments"]]
             samples.append(
@@ -166,23 +206,28 @@ class Commonsense:
                     "id": item["doc_id"],
                     "prompt": contexts if len(set(contexts)) > 1 else contexts[0],
                     "choices": [continuation for _, continuation in item["arguments"]],
-                    "loglikelihoods": told,
-                    "choice": told.index(max(told)),
-                    **{metric: float(item[metric]) for metric in ("acc", "acc_norm") if metric in item},
+                    "loglikelihoods": likelihoods,
+                    "choice": likelihoods.index(max(likelihoods)),
+                    **{
+                        metric: float(item[metric])
+                        for metric in ("acc", "acc_norm")
+                        if metric in item
+                    },
                     "tokens": max(sizes),
-                    "cut": max(0, *(size - cell.length - 1 for size in sizes)),  # the last token is only predicted
+                    # the last token is only predicted, so it needs no room
+                    "cut": max(0, *(size - cell.length - 1 for size in sizes)),
                 }
             )
         return samples
 
     def _task(self, name: str, folder: Path) -> Any:
-        """The harness's task; with files, its definition included and its data set replaced."""
+        """The harness's task. With files, its definition is included and its data set replaced."""
         import lm_eval
         from lm_eval.tasks import TaskManager
 
         definition = Path(lm_eval.__file__).parent / "tasks" / TASKS[name].definition
         if not self.data:
-            _check_fetched(_data_set(definition))
+            _check_available(_data_set(definition))
         config: dict[str, Any] = {"include": str(definition), "task": name}
         if self.data:
             split = TASKS[name].split
@@ -195,39 +240,44 @@ class Commonsense:
                     "data_files": {split: str(folder / "items.jsonl")},
                     "cache_dir": str(folder / "cache"),
                 },
-                **{f"{other}_split": None for other in ("training", "validation", "test")},
+                **{f"{name}_split": None for name in ("training", "validation", "test")},
                 f"{split}_split": split,
             }
         (folder / "tasks").mkdir()
         write_text(folder / "tasks" / f"{name}.yaml", json.dumps(config))  # JSON is YAML
         try:
-            return TaskManager(include_path=str(folder / "tasks"), include_defaults=False).load([name])
-        except Exception as error:  # whatever the hub or the harness has to say
+            return TaskManager(include_path=str(folder / "tasks"), include_defaults=False).load(
+                [name]
+            )
+        except Exception as error:  # the hub and the harness raise many types
             raise FarspanError(
-                f"lm-evaluation-harness cannot load {name} ({type(error).__name__}: {first_line(error)}); "
-                "give its items as files, or check the network"
+                f"lm-evaluation-harness cannot load {name} ({type(error).__name__}: "
+                f"{first_line(error)}); give its items as files, or check the network"
             ) from error
 
 
 def _data_set(definition: Path) -> str:
-    """The data set that a definition of the harness reads, or the one that it includes."""
-    named = dict(re.findall(r"^(dataset_path|include): *(\S+)", definition.read_text(encoding="utf-8"), re.MULTILINE))
-    return named["dataset_path"] if "dataset_path" in named else _data_set(definition.parent / named["include"])
+    """The data set of a harness definition, which may be set in a definition that it includes."""
+    text = definition.read_text(encoding="utf-8")
+    fields = dict(re.findall(r"^(dataset_path|include): *(\S+)", text, re.MULTILINE))
+    if "dataset_path" in fields:
+        return fields["dataset_path"]
+    return _data_set(definition.parent / fields["include"])
 
 
-def _check_fetched(name: str) -> None:
-    """Refuse a data set that was never fetched and cannot be."""
+def _check_available(name: str) -> None:
+    """Reject a data set that is neither cached nor available from the hub."""
     import datasets
 
-    fetched = (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).exists()
-    if not fetched and (why := refusal(name, "dataset")) is not None:
+    cached = (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).exists()
+    if not cached and (reason := unavailable_reason(name, "dataset")) is not None:
         raise FarspanError(
-            f"the hub does not give the data set {name} ({why}); give the items as files with "
-            "--data commonsense=FOLDER, or check the network"
+            f"the data set {name} is not available from the hub ({reason}); give the items as "
+            "files with --data commonsense=FOLDER, or check the network"
         )
 
 
-def _declared(samples: list[Sample]) -> dict[str, Any]:
+def _data_tags(samples: list[Sample]) -> dict[str, Any]:
     return {
         "data": ", ".join(sorted({sample["data"] for sample in samples})),
         "truncated": sum(sample["cut"] > 0 for sample in samples),
@@ -239,49 +289,56 @@ def _version() -> str:
     try:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
-        raise FarspanError(f"commonsense needs lm-evaluation-harness; install it with {INSTALL}") from None
+        raise FarspanError(
+            f"commonsense needs lm-evaluation-harness; install it with {INSTALL}"
+        ) from None
 
 
 def _harness(model: Any, tokenizer: Any, length: int, batch: int) -> Any:
-    """The harness's model around ours, that remembers how many tokens each request has."""
+    """Wrap the model for the harness, recording the number of tokens of each request."""
     from lm_eval.models.huggingface import HFLM
 
-    class Counting(HFLM):
+    class TokenCountingLM(HFLM):
         tokens: tuple[int, ...] = ()
 
         def _loglikelihood_tokens(self, requests, *args, **kwargs):
             longest = max(len(continuation) for _, _, continuation in requests)
             if longest > length:
                 raise FarspanError(
-                    f"an answer has {longest} tokens, and the context is {length}; ask for a longer context"
+                    f"an answer has {longest} tokens, but the context has {length}; use a longer "
+                    "context"
                 )
-            self.tokens = tuple(len(context) + len(continuation) for _, context, continuation in requests)
+            self.tokens = tuple(
+                len(context) + len(continuation) for _, context, continuation in requests
+            )
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
-    return Counting(pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=batch)
+    return TokenCountingLM(
+        pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=batch
+    )
 
 
 def _evaluate(harness: Any, task: Any, limit: int | None) -> list[dict[str, Any]]:
     """The harness's record of every item, in order."""
     from lm_eval.evaluator import evaluate
 
-    found = evaluate(harness, task, limit=limit, bootstrap_iters=0, log_samples=True)
-    ((_, items),) = found["samples"].items()
+    results = evaluate(harness, task, limit=limit, bootstrap_iters=0, log_samples=True)
+    ((_, items),) = results["samples"].items()
     return sorted(items, key=lambda item: item["doc_id"])
 
 
 @contextlib.contextmanager
-def _without_chatter():
-    """Neither the bars of the harness and of its data sets, nor its warnings; what matters is counted."""
+def _silenced():
+    """Suppress the harness's progress bars and warnings; truncation is counted separately."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
-# Items in files come as the data sets have them, or as AI2's evaluation does, with question and answers ready to use.
+# Files use the layout of the data sets, or that of AI2's evaluation, with finished prompts.
 
 
 def official_rows(task: str, file: Path) -> list[dict[str, Any]]:
-    """The items of a file, as the harness's definition reads them."""
+    """The items of a file, in the layout that the harness's definition reads."""
     rows = []
     for number, row in read_rows(file):
         try:
@@ -291,19 +348,19 @@ def official_rows(task: str, file: Path) -> list[dict[str, Any]]:
                 raise KeyError(missing[0])
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CorruptError(
-                f"{file}, line {number} is no item of {task} ({type(error).__name__}: {error}); "
-                f"it needs {', '.join(TASKS[task].fields)}"
+                f"{file}, line {number} is not an item of {task} ({type(error).__name__}: "
+                f"{error}); it needs {', '.join(TASKS[task].fields)}"
             ) from None
         rows.append({field: item[field] for field in TASKS[task].fields})
     if not rows:
-        raise FarspanError(f"{file} holds no items; give one with some")
+        raise FarspanError(f"{file} has no items; give a file with at least one")
     return rows
 
 
 def _official(task: str, row: dict[str, Any]) -> dict[str, Any]:
     if task == "boolq" and "label" not in row:
         return {**row, "label": int(row["answer"])}
-    if "query" in row:  # "Question: …\nAnswer:", texts of the answers, and the number of the right one
+    if "query" in row:  # "Question: …\nAnswer:", the choices, and the index of the right one
         question = row["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
         labels = list(LETTERS[: len(row["choices"])])
         return {

@@ -1,4 +1,4 @@
-"""What a model says after a prompt: the likeliest tokens, whatever settings for sampling its checkpoint carries."""
+"""Greedy and beam decoding, independent of the sampling settings stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,50 +10,59 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from farspan.attention.patch import forget_lengths
+from farspan.attention.patch import reset_dynamic_rope
 from farspan.loading import quiet
 
 
 @torch.no_grad()
-def continuations(
-    model: PreTrainedModel, prompts: Tensor, tokens: int, *, ends: Sequence[int], beams: int = 1, least: int = 0
+def generate_tokens(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    max_new_tokens: int,
+    *,
+    end_ids: Sequence[int],
+    beams: int = 1,
+    min_new_tokens: int = 0,
 ) -> list[list[int]]:
-    """At most `tokens` after each prompt [B, T], up to the first of `ends`: greedy, or the best of some beams.
+    """The continuation of each prompt [B, T], up to the first of `end_ids`: greedy or by beams.
 
-    All prompts are of one length, so that none is padded. Before the first `least` tokens none ends.
+    All prompts have one length, so that none is padded.
     """
-    given = prompts.to(model.device)
-    forget_lengths(model)
-    with quiet(), own_settings_set_aside(model):
-        said = model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=tokens,
-            min_new_tokens=least or None,
+    prompts = prompts.to(model.device)
+    reset_dynamic_rope(model)
+    with quiet(), default_generation_config(model):
+        generated = model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens or None,
             num_beams=beams,
             do_sample=False,
-            eos_token_id=list(ends) or None,
-            pad_token_id=ends[0] if ends else 0,
+            eos_token_id=list(end_ids) or None,
+            pad_token_id=end_ids[0] if end_ids else 0,
         )
-    return [_until(row, ends) for row in said[:, given.shape[1] :].tolist()]
+    return [_cut_at_end(row, end_ids) for row in generated[:, prompts.shape[1] :].tolist()]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, by the checkpoint's word and by its tokenizer's."""
-    own = model.generation_config.eos_token_id
-    listed = [own] if isinstance(own, int) else list(own or [])
-    return sorted({*listed, tokenizer.eos_token_id} - {None})
+    """The ids that end a text, according to the checkpoint and to its tokenizer."""
+    configured = model.generation_config.eos_token_id
+    ids = [configured] if isinstance(configured, int) else list(configured or [])
+    return sorted({*ids, tokenizer.eos_token_id} - {None})
 
 
 @contextmanager
-def own_settings_set_aside(model: PreTrainedModel) -> Iterator[None]:
-    """transformers fills what a caller leaves open, a repetition penalty say, from the checkpoint."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
+def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Replace the checkpoint's generation config by the default one.
+
+    transformers would otherwise take what a caller leaves open (a repetition penalty, say) from it.
+    """
+    stored, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = stored
 
 
-def _until(row: list[int], ends: Sequence[int]) -> list[int]:
-    return row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
+def _cut_at_end(row: list[int], end_ids: Sequence[int]) -> list[int]:
+    return row[: next((index for index, token in enumerate(row) if token in end_ids), len(row))]

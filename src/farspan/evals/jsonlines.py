@@ -1,4 +1,4 @@
-"""JSON Lines of benchmarks: one object a line, each with the number of its line, for errors that name the place."""
+"""JSON Lines of benchmarks: one object a line, with its line number for error messages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from farspan.errors import CorruptError
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, with their lines counted from 1."""
+    """The objects of a file, with their line numbers from 1."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # and not at the other line ends that Unicode knows
+        # Not splitlines(): it also splits at U+2028 and others, which may stand inside a string.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{file} cannot be read ({type(error).__name__}); give JSON Lines in UTF-8") from None
+        raise CorruptError(
+            f"{file} cannot be read ({type(error).__name__}); give JSON Lines in UTF-8"
+        ) from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorruptError(f"{file}, line {number} is not JSON ({error}); fetch the file again") from None
+            raise CorruptError(
+                f"{file}, line {number} is not JSON ({error}); download the file again"
+            ) from None
         if not isinstance(row, dict):
-            raise CorruptError(f"{file}, line {number} is no JSON object; fetch the file again")
+            raise CorruptError(
+                f"{file}, line {number} is not a JSON object; download the file again"
+            )
         yield number, row

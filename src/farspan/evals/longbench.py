@@ -1,8 +1,8 @@
-"""LongBench: the 16 English and code tasks by their official prompts, metrics and truncation, all of it declared.
+"""LongBench: its 16 English and code tasks with the official prompts, metrics and truncation.
 
-A prompt that is too long is cut in the middle, half from its head and half from its tail, and every sample tells how
-many tokens were cut. Official data (JSON Lines with `context` and `input`) is put into the official prompts;
-MiniLongBench's (`prompt` and `gold`) comes in prompts of its own.
+A prompt that is too long loses its middle; half of the room goes to its head, half to its tail, and
+every sample records how many tokens were cut. Official data (JSON Lines with `context` and `input`)
+is inserted into the official prompts; MiniLongBench (`prompt` and `gold`) brings its own prompts.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from typing import Any
 
 import torch
 
-from farspan.errors import CorruptError, FarspanError, nearest
+from farspan.batching import run_in_batches
+from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
-from farspan.evals.decoding import continuations, end_tokens
+from farspan.evals.decoding import end_tokens, generate_tokens
 from farspan.evals.jsonlines import read_rows
-from farspan.evals.perplexity import rows_at_once
-from farspan.evals.scores import Cell, Place, Sample, Score, average, bootstrap
+from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, bootstrap
 from farspan.files import check_unpacked, sha256_of
-from farspan.memory import in_pieces
 
 NAME = "longbench"
-FACTS = Path(__file__).parent.parent / "assets" / "longbench.toml"
-CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")  # left out, as in paper A
-TOGETHER = 1 << 15  # tokens of the prompts that are decoded at once
-SHORTEST = 64  # tokens, below which nothing of a prompt is left
+TASKS_FILE = Path(__file__).parent.parent / "assets" / "longbench.toml"
+# left out, as in Wang 2024
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+BATCH_TOKENS = 1 << 15  # of prompts decoded together
+MIN_LENGTH = 64  # tokens; below that nothing meaningful is left of a prompt
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is laid down for one task; assets/longbench.toml tells what each field means."""
+class LongBenchTask:
+    """The definition of one task; assets/longbench.toml documents the fields."""
 
     kind: str
     metric: str
@@ -47,13 +48,16 @@ class Task:
 
 
 @cache
-def tasks() -> Mapping[str, Task]:
-    """The 16 tasks, in the order of paper A's Table 3."""
-    return {name: Task(**facts) for name, facts in tomllib.loads(FACTS.read_text(encoding="utf-8")).items()}
+def load_tasks() -> Mapping[str, LongBenchTask]:
+    """The 16 tasks, in the order of Table 3 of Wang 2024."""
+    return {
+        name: LongBenchTask(**fields)
+        for name, fields in tomllib.loads(TASKS_FILE.read_text(encoding="utf-8")).items()
+    }
 
 
 @dataclass(frozen=True)
-class Prompt:
+class LongBenchPrompt:
     id: str
     text: str
     answers: tuple[str, ...]
@@ -62,11 +66,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Collection:
-    """The prompts of one task, and the name under which their score may be told."""
+    """The prompts of one task, and the name of the data that its score reports."""
 
     name: str
     file: Path
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[LongBenchPrompt, ...]
 
     def first(self, limit: int | None) -> Collection:
         if limit is None or limit >= len(self.prompts):
@@ -76,8 +80,9 @@ class Collection:
 
 @dataclass(frozen=True)
 class LongBench:
-    """The prompts in a JSON Lines file, or in the .jsonl files of a folder, at some context lengths; of each task the
-    first `limit`, or all.
+    """The prompts of a JSON Lines file, or of a folder of them, at several context lengths.
+
+    `limit` keeps the first prompts of each task.
 
     >>> LongBench("bench/longbench/minilongbench_en.jsonl", (2048, 4096)).cells()[0].task
     'narrativeqa'
@@ -85,70 +90,92 @@ class LongBench:
 
     data: str | Path
     lengths: tuple[int, ...]
-    beams: int = 1  # paper A: 5
+    beams: int = 1  # Wang 2024: 5
     limit: int | None = None
 
     @cached_property
     def collections(self) -> Mapping[str, Collection]:
-        return {task: found.first(self.limit) for task, found in read_collections(Path(self.data)).items()}
+        return {
+            task: collection.first(self.limit)
+            for task, collection in read_collections(Path(self.data)).items()
+        }
 
-    def cells(self) -> list[Cell]:
-        """A cell is a task at a length."""
+    def cells(self) -> list[EvalCell]:
+        """One cell for each task and length."""
         if self.limit is not None and self.limit < 1:
-            raise FarspanError(f"a limit of {self.limit} prompts leaves none; ask for 1 or more")
-        if min(self.lengths) < SHORTEST:
+            raise FarspanError(f"the limit is {self.limit} prompts; use 1 or more")
+        if min(self.lengths) < MIN_LENGTH:
             raise FarspanError(
-                f"a context of {min(self.lengths)} tokens leaves nothing of LongBench's prompts; "
-                f"ask for {SHORTEST} or more"
+                f"a context of {min(self.lengths)} tokens is too short for LongBench's prompts; "
+                f"use {MIN_LENGTH} or more"
             )
-        hashes = {file: sha256_of(file) for file in {found.file for found in self.collections.values()}}
+        files = {collection.file for collection in self.collections.values()}
+        hashes = {file: sha256_of(file) for file in files}
         return [
-            Cell(NAME, task, length, {"beams": self.beams, "data": found.name, "sha256": hashes[found.file]})
+            EvalCell(
+                NAME,
+                task,
+                length,
+                {
+                    "beams": self.beams,
+                    "data": collection.name,
+                    "sha256": hashes[collection.file],
+                },
+            )
             for length in self.lengths
-            for task, found in self.collections.items()
+            for task, collection in self.collections.items()
         ]
 
-    def places(self) -> list[Place]:
-        """Each task by its own metric, and the average over tasks, at every length."""
-        found = []
+    def score_keys(self) -> list[ScoreKey]:
+        """Each task with its metric, and the average over tasks, at every length."""
+        keys = []
         for length in sorted({cell.length for cell in self.cells()}):
-            found += [Place(NAME, task, tasks()[task].metric, length) for task in self.collections]
-            found.append(Place(NAME, "average", "average", length))
-        return found
+            keys += [
+                ScoreKey(NAME, task, load_tasks()[task].metric, length) for task in self.collections
+            ]
+            keys.append(ScoreKey(NAME, "average", "average", length))
+        return keys
 
-    def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
-        task, found = tasks()[cell.task], self.collections[cell.task]
-        room = min(task.answer_tokens, cell.length // 2)
-        ends = end_tokens(model, tokenizer)
+    def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
+        task, collection = load_tasks()[cell.task], self.collections[cell.task]
+        answer_tokens = min(task.answer_tokens, cell.length // 2)
+        end_ids = end_tokens(model, tokenizer)
         if task.stop_at_line:
-            ends = [*ends, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
-        least = int(task.stop_at_line)
-        asked = [
-            shortened(tokenizer(prompt.text, verbose=False)["input_ids"], cell.length - room)
-            for prompt in found.prompts
+            end_ids = [*end_ids, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+        room = cell.length - answer_tokens
+        prompts = [
+            truncate_middle(tokenizer(prompt.text, verbose=False)["input_ids"], room)
+            for prompt in collection.prompts
         ]
-        told = by_length(
-            [ids for ids, _ in asked],
-            rows_at_once(model, cell.length, max(1, TOGETHER // (cell.length * self.beams))),
-            lambda rows: continuations(model, rows, room, ends=ends, beams=self.beams, least=least),
+        generated = batches_by_length(
+            [ids for ids, _ in prompts],
+            rows_per_batch(model, cell.length, max(1, BATCH_TOKENS // (cell.length * self.beams))),
+            lambda rows: generate_tokens(
+                model,
+                rows,
+                answer_tokens,
+                end_ids=end_ids,
+                beams=self.beams,
+                min_new_tokens=int(task.stop_at_line),
+            ),
         )
         samples = []
-        for prompt, (ids, cut), said in zip(found.prompts, asked, told, strict=True):
-            text = tokenizer.decode(said, skip_special_tokens=True)
+        for prompt, (ids, cut), answer in zip(collection.prompts, prompts, generated, strict=True):
+            prediction = tokenizer.decode(answer, skip_special_tokens=True)
             samples.append(
                 {
                     "eval": NAME,
                     "task": cell.task,
                     "length": cell.length,
-                    "data": found.name,
+                    "data": collection.name,
                     "beams": self.beams,
                     "id": prompt.id,
-                    "prediction": text,
+                    "prediction": prediction,
                     "answers": list(prompt.answers),
-                    "score": score_of(cell.task, text, prompt),
+                    "score": score_prediction(cell.task, prediction, prompt),
                     "tokens": len(ids),
                     "cut": cut,
-                    "answer_tokens": room,
+                    "answer_tokens": answer_tokens,
                 }
             )
         return samples
@@ -157,23 +184,29 @@ class LongBench:
         """A score of 0 to 100 for each task and length, and their average for each length."""
         scores = []
         for length in sorted({sample["length"] for sample in samples}):
-            here = [sample for sample in samples if sample["length"] == length]
-            groups = {task: [sample for sample in here if sample["task"] == task] for task in tasks()}
+            at_length = [sample for sample in samples if sample["length"] == length]
+            groups = {
+                task: [sample for sample in at_length if sample["task"] == task]
+                for task in load_tasks()
+            }
             groups = {task: group for task, group in groups.items() if group}
             means = {
                 task: bootstrap([sample["score"] for sample in group], within=(0, 100))
                 for task, group in groups.items()
             }
             for task, group in groups.items():
-                tags = {"task": task, "kind": tasks()[task].kind, **_declared(group)}
-                scores.append(Score(NAME, tasks()[task].metric, length, *means[task], len(group), tags))
-            tags = {"task": "average", "tasks": len(groups), **_declared(here)}
-            scores.append(Score(NAME, "average", length, *average(list(means.values())), len(here), tags))
+                tags = {"task": task, "kind": load_tasks()[task].kind, **_data_tags(group)}
+                scores.append(
+                    Score(NAME, load_tasks()[task].metric, length, *means[task], len(group), tags)
+                )
+            tags = {"task": "average", "tasks": len(groups), **_data_tags(at_length)}
+            mean = average(list(means.values()))
+            scores.append(Score(NAME, "average", length, *mean, len(at_length), tags))
         return scores
 
 
-def _declared(samples: list[Sample]) -> dict[str, Any]:
-    """What a score must tell besides its value: which prompts, and what was cut from them."""
+def _data_tags(samples: list[Sample]) -> dict[str, Any]:
+    """The data behind a score, and how much of it was truncated."""
     return {
         "data": ", ".join(sorted({sample["data"] for sample in samples})),
         "beams": samples[0]["beams"],
@@ -183,113 +216,131 @@ def _declared(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def shortened(ids: list[int], room: int) -> tuple[list[int], int]:
-    """The first and the last half of `room` tokens of a prompt that has more, and how many were cut."""
+def truncate_middle(ids: list[int], room: int) -> tuple[list[int], int]:
+    """The prompt without its middle if it exceeds `room` tokens, and how many tokens were cut."""
     if len(ids) <= room:
         return ids, 0
     half = room // 2
     return [*ids[:half], *ids[-half:]], len(ids) - 2 * half
 
 
-def by_length(rows: Sequence[list[int]], size: int, say: Callable[[torch.Tensor], list[list[int]]]) -> list[list[int]]:
-    """What `say` gives for each row, asked for at most `size` rows of one length at once, so that none is padded.
+def batches_by_length(
+    rows: Sequence[list[int]], size: int, generate: Callable[[torch.Tensor], list[list[int]]]
+) -> list[list[int]]:
+    """The output of `generate` for each row, in batches of at most `size` rows of one length.
 
-    Most prompts were cut to one length.
+    No row is padded. Most prompts were truncated to one length, so batches are usually full.
     """
-    alike: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        alike.setdefault(len(row), []).append(number)
-    said: dict[int, list[int]] = {}
-    for numbers in alike.values():
+        by_length.setdefault(len(row), []).append(number)
+    outputs: dict[int, list[int]] = {}
+    for numbers in by_length.values():
 
-        def some(start: int, stop: int, numbers: list[int] = numbers) -> None:
-            here = numbers[start:stop]
-            said.update(zip(here, say(torch.tensor([rows[number] for number in here])), strict=True))
+        def run_batch(start: int, stop: int, numbers: list[int] = numbers) -> None:
+            batch = numbers[start:stop]
+            generated = generate(torch.tensor([rows[number] for number in batch]))
+            outputs.update(zip(batch, generated, strict=True))
 
-        in_pieces(len(numbers), size, some)
-    return [said[number] for number in range(len(rows))]
+        run_in_batches(len(numbers), size, run_batch)
+    return [outputs[number] for number in range(len(rows))]
 
 
-def score_of(task: str, said: str, prompt: Prompt) -> float:
+def score_prediction(task: str, prediction: str, prompt: LongBenchPrompt) -> float:
     """0 to 100: the best match with any of the answers."""
-    facts = tasks()[task]
-    if facts.first_line:
-        said = said.lstrip("\n").partition("\n")[0]
-    metric = getattr(metrics, facts.metric)
-    more = (prompt.classes,) if facts.metric == "class_match" else ()
-    return 100 * max(metric(said, answer, *more) for answer in prompt.answers)
+    definition = load_tasks()[task]
+    if definition.first_line:
+        prediction = prediction.lstrip("\n").partition("\n")[0]
+    metric = getattr(metrics, definition.metric)
+    extra = (prompt.classes,) if definition.metric == "class_match" else ()
+    return 100 * max(metric(prediction, answer, *extra) for answer in prompt.answers)
 
 
 # Reading.
 
 
 def read_collections(data: Path) -> dict[str, Collection]:
-    """The prompts of every task that a file or folder holds, in the order of Table 3."""
+    """The prompts of every task in a file or folder, in the order of `load_tasks`."""
     if not data.exists():
-        raise FarspanError(f"{data} does not exist; give LongBench's .jsonl file, or the folder that holds them")
+        raise FarspanError(
+            f"{data} was not found; give LongBench's .jsonl file, or the folder that contains it"
+        )
     check_unpacked(data)
     files = sorted(data.glob("*.jsonl")) if data.is_dir() else [data]
-    found: dict[str, Collection] = {}
+    collections: dict[str, Collection] = {}
     for file in files:
-        for task, collection in _of_file(file).items():
-            if task in found:
+        for task, collection in _read_file(file).items():
+            if task in collections:
                 raise FarspanError(
-                    f"{task} is in {found[task].file.name} and in {file.name}, and the two are not to be mixed; "
-                    "give one of the files"
+                    f"{task} is in both {collections[task].file.name} and {file.name}; "
+                    "give only one of the files"
                 )
-            found[task] = collection
-    if not found:
-        raise FarspanError(f"{data} holds no prompt of LongBench's English and code tasks; give its .jsonl files")
-    return {task: found[task] for task in tasks() if task in found}
+            collections[task] = collection
+    if not collections:
+        raise FarspanError(
+            f"{data} has no prompts of LongBench's English and code tasks; give its .jsonl files"
+        )
+    return {task: collections[task] for task in load_tasks() if task in collections}
 
 
-def _of_file(file: Path) -> dict[str, Collection]:
-    prompts: dict[str, list[Prompt]] = {}
+def _read_file(file: Path) -> dict[str, Collection]:
+    prompts: dict[str, list[LongBenchPrompt]] = {}
     mini = False
     for number, row in read_rows(file):
         try:
             if row["dataset"] in CHINESE:
                 continue
             mini = "prompt" in row
-            prompt = _prepared(row) if mini else _official(row, number)
+            prompt = _mini_prompt(row) if mini else _official_prompt(row, number)
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptError(
-                f"{file}, line {number} is no prompt of LongBench ({type(error).__name__}: {error}); "
-                "it needs dataset, context, input and answers, or dataset, prompt and gold"
+                f"{file}, line {number} is not a LongBench prompt ({type(error).__name__}: "
+                f"{error}); it needs dataset, context, input and answers, or dataset, prompt and "
+                "gold"
             ) from None
         prompts.setdefault(row["dataset"], []).append(prompt)
     return {
-        task: Collection(_name(tasks()[task], mini, len(group), file), file, tuple(group))
+        task: Collection(_data_name(load_tasks()[task], mini, len(group), file), file, tuple(group))
         for task, group in prompts.items()
     }
 
 
-def _official(row: Mapping[str, Any], number: int) -> Prompt:
+def _official_prompt(row: Mapping[str, Any], number: int) -> LongBenchPrompt:
     text = _task(row).prompt.format(context=row["context"], input=row["input"])
-    return Prompt(str(row.get("_id", number)), text, _answers(row["answers"]), tuple(row.get("all_classes") or ()))
+    return LongBenchPrompt(
+        str(row.get("_id", number)),
+        text,
+        _answers(row["answers"]),
+        tuple(row.get("all_classes") or ()),
+    )
 
 
-def _prepared(row: Mapping[str, Any]) -> Prompt:
+def _mini_prompt(row: Mapping[str, Any]) -> LongBenchPrompt:
     _task(row)
     gold = row["gold"] if isinstance(row["gold"], dict) else {"answers": row["gold"]}
     name = f"{row['dataset']}-{row['idx']}"
-    return Prompt(name, row["prompt"], _answers(gold["answers"]), tuple(gold.get("all_classes") or ()))
+    return LongBenchPrompt(
+        name, row["prompt"], _answers(gold["answers"]), tuple(gold.get("all_classes") or ())
+    )
 
 
-def _answers(given: list[str]) -> tuple[str, ...]:
-    if not given or not all(isinstance(answer, str) for answer in given):
-        raise TypeError("answers are no list of strings")
-    return tuple(given)
+def _answers(answers: list[str]) -> tuple[str, ...]:
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError("answers are not a list of strings")
+    return tuple(answers)
 
 
-def _task(row: Mapping[str, Any]) -> Task:
+def _task(row: Mapping[str, Any]) -> LongBenchTask:
     name = row["dataset"]
-    if name not in tasks():
-        raise FarspanError(f"{name!r} is no English or code task of LongBench; {nearest(str(name), tasks())}")
-    return tasks()[name]
+    if name not in load_tasks():
+        raise FarspanError(
+            f"{name!r} is not an English or code task of LongBench; "
+            f"{suggest(str(name), load_tasks())}"
+        )
+    return load_tasks()[name]
 
 
-def _name(task: Task, mini: bool, count: int, file: Path) -> str:
-    """LongBench or MiniLongBench, where all of a task's prompts are there; else what it is."""
-    whole, name = (task.mini, "MiniLongBench") if mini else (task.full, "LongBench")
-    return name if count == whole else f"{count} prompts of {file.name}"
+def _data_name(task: LongBenchTask, mini: bool, count: int, file: Path) -> str:
+    """LongBench or MiniLongBench if the task is complete, else the number of prompts."""
+    complete, name = (task.mini, "MiniLongBench") if mini else (task.full, "LongBench")
+    return name if count == complete else f"{count} prompts of {file.name}"

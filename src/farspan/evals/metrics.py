@@ -1,8 +1,8 @@
-"""LongBench's metrics as its authors' code computes them: 0 to 1 for what a model said against one right answer.
+"""LongBench's metrics as its authors' code computes them: 0 to 1 for a prediction and an answer.
 
-They are particular. ROUGE-L is that of the package `rouge`, which compares sentences and counts each word once; edit
-similarity is `fuzz.ratio` without python-Levenshtein, which is difflib's ratio in whole percent. A score by another
-definition could not be compared with published ones.
+They have particular definitions. ROUGE-L is that of the package `rouge`, which compares sentences
+and counts each word once. Edit similarity is `fuzz.ratio` without python-Levenshtein, that is
+difflib's ratio in whole percent. Scores by other definitions would not compare to published ones.
 """
 
 from __future__ import annotations
@@ -17,81 +17,87 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 NUMBER = re.compile(r"\d+")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
-NO_CODE = ("`", "#", "//")  # a line with one of these is a fence or a comment
+NON_CODE_MARKS = ("`", "#", "//")  # a line with one of these is a fence or a comment
 
 
-def f1(said: str, answer: str) -> float:
-    """Words in common, without case, punctuation and articles."""
-    words, right = _plain(said), _plain(answer)
-    common = (Counter(words) & Counter(right)).total()
-    return 2 * common / (len(words) + len(right)) if common else 0.0
+def f1(prediction: str, answer: str) -> float:
+    """F1 over words, ignoring case, punctuation and articles."""
+    predicted, expected = _normalized_words(prediction), _normalized_words(answer)
+    common = (Counter(predicted) & Counter(expected)).total()
+    return 2 * common / (len(predicted) + len(expected)) if common else 0.0
 
 
-def _plain(text: str) -> list[str]:
+def _normalized_words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
 
-def rouge_l(said: str, answer: str) -> float:
-    """F of the words that are in a longest common subsequence of any two sentences, each word counted once.
+def rouge_l(prediction: str, answer: str) -> float:
+    """F1 of the distinct words in the longest common subsequences of all sentence pairs.
 
-    The package adds 1e-8 to a denominator, and where its recursion overflows, some thousand words without a full stop,
-    LongBench scores 0. Neither is done here.
+    Two artifacts of the package are not reproduced: it adds 1e-8 to a denominator, and where its
+    recursion overflows (some thousand words without a full stop) LongBench scores 0.
     """
-    ours, theirs = _sentences(said), _sentences(answer)
-    if not ours or not theirs:
+    predicted, expected = _sentences(prediction), _sentences(answer)
+    if not predicted or not expected:
         return 0.0
-    common = set().union(*(common_words(right, words) for right in theirs for words in ours))
-    return 2 * len(common) / (len(set().union(*ours)) + len(set().union(*theirs)))
+    common = set().union(*(lcs_words(right, words) for right in expected for words in predicted))
+    return 2 * len(common) / (len(set().union(*predicted)) + len(set().union(*expected)))
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words between full stops; white space between two of them is one empty word, as it is there."""
+    """Words between full stops. As in the package, white space alone counts as one empty word."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
-def common_words(right: Sequence[str], words: Sequence[str]) -> set[str]:
-    """The words of a longest common subsequence; of several, the one found from the end by giving up `words` first."""
-    longest = [[0] * (len(words) + 1)]  # [i][j]: of the first i of `right` and the first j of `words`
-    for one in right:
-        above, row = longest[-1], [0]
-        for j, other in enumerate(words):
-            row.append(above[j] + 1 if one == other else max(above[j + 1], row[j]))
-        longest.append(row)
-    found, i, j = set(), len(right), len(words)
+def lcs_words(reference: Sequence[str], words: Sequence[str]) -> set[str]:
+    """The words of a longest common subsequence; ties are resolved by dropping from `words` first.
+
+    The table is walked from the end, as the package does.
+    """
+    # lengths[i][j]: of the subsequence of the first i of `reference` and the first j of `words`
+    lengths = [[0] * (len(words) + 1)]
+    for expected in reference:
+        above, row = lengths[-1], [0]
+        for j, word in enumerate(words):
+            row.append(above[j] + 1 if expected == word else max(above[j + 1], row[j]))
+        lengths.append(row)
+    common, i, j = set(), len(reference), len(words)
     while i and j:
-        if right[i - 1] == words[j - 1]:
-            found.add(right[i - 1])
+        if reference[i - 1] == words[j - 1]:
+            common.add(reference[i - 1])
             i, j = i - 1, j - 1
-        elif longest[i - 1][j] > longest[i][j - 1]:
+        elif lengths[i - 1][j] > lengths[i][j - 1]:
             i -= 1
         else:
             j -= 1
-    return found
+    return common
 
 
-def class_match(said: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes named, if the right one is among them."""
-    named, at = [name for name in classes if name in said], 0
-    while at < len(named):
-        if named[at] in answer and named[at] != answer:
-            del named[at]  # the next moves up and is passed over, as in the authors' loop
-        at += 1
-    return 1 / len(named) if answer in named else 0.0
+def class_match(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """1 / (number of classes in the prediction) if the right one is among them, else 0."""
+    matched, index = [name for name in classes if name in prediction], 0
+    while index < len(matched):
+        if matched[index] in answer and matched[index] != answer:
+            del matched[index]  # the next one moves up and is skipped, as in the authors' loop
+        index += 1
+    return 1 / len(matched) if answer in matched else 0.0
 
 
-def count(said: str, answer: str) -> float:
-    """The share of the right number among the numbers said."""
-    numbers = NUMBER.findall(said)
+def count(prediction: str, answer: str) -> float:
+    """The share of the numbers in the prediction that are right."""
+    numbers = NUMBER.findall(prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
-def retrieval(said: str, answer: str) -> float:
-    """The share of the right paragraph's number among the numbers said."""
-    return count(said, PARAGRAPH.findall(answer)[0])
+def retrieval(prediction: str, answer: str) -> float:
+    """The share of the numbers in the prediction that are the right paragraph's."""
+    return count(prediction, PARAGRAPH.findall(answer)[0])
 
 
-def edit_similarity(said: str, answer: str) -> float:
-    """How alike the first line of code and the right one are: difflib's ratio, in whole percent."""
-    lines = said.lstrip("\n").split("\n")
-    first = next((line for line in lines if not any(mark in line for mark in NO_CODE)), "")
-    return 1.0 if first == answer else round(100 * difflib.SequenceMatcher(None, first, answer).ratio()) / 100
+def edit_similarity(prediction: str, answer: str) -> float:
+    """The similarity of the first line of code to the answer: difflib's ratio in whole percent."""
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in NON_CODE_MARKS)), "")
+    if line == answer:
+        return 1.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100

@@ -1,8 +1,8 @@
-"""Needles in a haystack, in the manner of RULER: facts hidden in irrelevant text, and asked for at its end.
+"""Needle in a haystack, after RULER: facts hidden in irrelevant text and asked for at its end.
 
-Made for models that only go on with a text: the question is a sentence that breaks off where the answer begins, and
-everything but the haystack is short, so that 256 tokens hold it. Prompt and answer together have exactly the length
-asked for. At every length the same facts stand at the same relative depths.
+Made for base models: the question is an unfinished sentence that the answer completes, and
+everything but the haystack is short enough for 256 tokens. Prompt and answer together have exactly
+the given length. The same facts are at the same relative depths at every length.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import Any
 import numpy as np
 import torch
 
+from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
-from farspan.errors import FarspanError, nearest
-from farspan.evals.decoding import continuations, end_tokens
-from farspan.evals.perplexity import rows_at_once
-from farspan.evals.scores import Cell, Place, Sample, Score, average, wilson
-from farspan.memory import in_pieces
+from farspan.errors import FarspanError, suggest
+from farspan.evals.decoding import end_tokens, generate_tokens
+from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 
 NAME = "needle"
 TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables")
-SHORTEST = 256  # tokens
-LETTERS_A_TOKEN = 32  # of a haystack that are read for each token of a length, so that samples differ
+MIN_LENGTH = 256  # tokens
+CHARACTERS_PER_TOKEN = 32  # read from a haystack, far more than needed so that samples differ
 NUMBERS = range(1_000_000, 10_000_000)
 VALUES = range(10_000, 100_000)
 INTROS = {"variables": "Keep track of the variables in this text.\n"}
 INTRO = "Remember the magic numbers in this text.\n"
 ADJECTIVES = (
-    "amber bitter brave calm clever crimson dusty eager faint gentle golden hollow icy jolly keen little mellow noble "
-    "pale quiet rapid silent tender wild"
+    "amber bitter brave calm clever crimson dusty eager faint gentle golden hollow icy jolly keen "
+    "little mellow noble pale quiet rapid silent tender wild"
 )
 NOUNS = (
-    "anchor barrel candle desert engine falcon garden harbor island jacket kettle lantern meadow needle orchard pillow "
-    "quarry ribbon saddle temple umbrella valley window yard"
+    "anchor barrel candle desert engine falcon garden harbor island jacket kettle lantern meadow "
+    "needle orchard pillow quarry ribbon saddle temple umbrella valley window yard"
 )
 
 
 @dataclass(frozen=True)
-class Riddle:
-    """What is hidden, how it is asked for, and what has to be told."""
+class NeedleSample:
+    """The needles, the question and the expected answers of one prompt."""
 
     needles: tuple[str, ...]
     depths: tuple[float, ...]  # of each needle: the share of the haystack before it
@@ -57,7 +57,7 @@ class Riddle:
 
 @dataclass(frozen=True)
 class Needle:
-    """Some samples of each task at each length; recall is the share of the answers that the model tells.
+    """Samples of each task at each length; recall is the share of answers in the prediction.
 
     >>> [cell.task for cell in Needle((256,), tasks=("single", "variables")).cells()]
     ['single', 'variables']
@@ -66,45 +66,48 @@ class Needle:
     lengths: tuple[int, ...]
     tasks: tuple[str, ...] = TASKS
     samples: int = 20
-    haystack: str | Path = ""  # text as for --data; empty: the filler of passkey documents, over and over
-    keys: int = 4  # hidden with multi-key, one of which is asked for
-    values: int = 4  # of the one key of multi-value
-    queries: int = 4  # keys of multi-query, all asked for
+    haystack: str | Path = ""  # text as for --data; empty: the filler of passkey documents
+    keys: int = 4  # hidden by multi-key, which asks for one of them
+    values: int = 4  # of the single key of multi-value
+    queries: int = 4  # keys of multi-query, which asks for all of them
     hops: int = 4  # from the first variable to the last
     chains: int = 1  # of variables, one of which is asked for
-    threshold: float = 0.85  # recall that makes a length effective
+    threshold: float = 0.85  # recall from which a length counts as effective
     seed: int = 0
     batch: int = 8
 
-    def cells(self) -> list[Cell]:
-        """A cell is a task at a length."""
+    def cells(self) -> list[EvalCell]:
+        """One cell for each task and length."""
         self._check()
         settings = asdict(self)
-        for other in ("lengths", "tasks", "threshold", "batch"):
-            del settings[other]
+        for name in ("lengths", "tasks", "threshold", "batch"):
+            del settings[name]
         return [
-            Cell(NAME, task, length, settings | {"haystack": haystack})
-            for length, haystack in ((length, self._haystack_name(length)) for length in self.lengths)
+            EvalCell(NAME, task, length, settings | {"haystack": haystack})
+            for length, haystack in (
+                (length, self._haystack_name(length)) for length in self.lengths
+            )
             for task in self.tasks
         ]
 
-    def places(self) -> list[Place]:
-        """Recall at every length; the effective length is of all lengths, and told at the longest."""
+    def score_keys(self) -> list[ScoreKey]:
+        """Recall at every length; the effective length belongs to the longest one."""
         lengths = sorted({cell.length for cell in self.cells()})
         tasks = [*self.tasks, *["average"] * (len(self.tasks) > 1)]
-        recall = [Place(NAME, task, "recall", length) for task in tasks for length in lengths]
-        return recall + [Place(NAME, task, "effective_length", lengths[-1]) for task in tasks]
+        recall = [ScoreKey(NAME, task, "recall", length) for task in tasks for length in lengths]
+        return recall + [ScoreKey(NAME, task, "effective_length", lengths[-1]) for task in tasks]
 
-    def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
-        riddles, rows, room = self.prompts(cell, tokenizer)
-        ends = end_tokens(model, tokenizer)
-        said: list[str] = []
+    def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
+        samples, rows, answer_tokens = self.prompts(cell, tokenizer)
+        end_ids = end_tokens(model, tokenizer)
+        predictions: list[str] = []
 
-        def some(start: int, stop: int) -> None:
-            told = continuations(model, torch.tensor(rows[start:stop]), room, ends=ends)
-            said.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in told)
+        def run_batch(start: int, stop: int) -> None:
+            prompts = torch.tensor(rows[start:stop])
+            generated = generate_tokens(model, prompts, answer_tokens, end_ids=end_ids)
+            predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
 
-        in_pieces(len(rows), rows_at_once(model, cell.length, self.batch), some)
+        run_in_batches(len(rows), rows_per_batch(model, cell.length, self.batch), run_batch)
         return [
             {
                 "eval": NAME,
@@ -112,114 +115,154 @@ class Needle:
                 "length": cell.length,
                 "haystack": cell.settings["haystack"],
                 "id": number,
-                "depths": [round(depth, 4) for depth in riddle.depths],
-                "question": riddle.question.strip(),
+                "depths": [round(depth, 4) for depth in sample.depths],
+                "question": sample.question.strip(),
                 "prediction": text,
-                "answers": list(riddle.answers),
-                "score": sum(answer in text for answer in riddle.answers) / len(riddle.answers),
+                "answers": list(sample.answers),
+                "score": sum(answer in text for answer in sample.answers) / len(sample.answers),
                 "tokens": len(row),
-                "answer_tokens": room,
+                "answer_tokens": answer_tokens,
             }
-            for number, (riddle, row, text) in enumerate(zip(riddles, rows, said, strict=True))
+            for number, (sample, row, text) in enumerate(
+                zip(samples, rows, predictions, strict=True)
+            )
         ]
 
-    def prompts(self, cell: Cell, tokenizer: Any) -> tuple[list[Riddle], list[list[int]], int]:
-        """The riddles of a cell, their prompts in tokens, all equally many, and how many are left for an answer."""
-        riddles = [self._riddle(cell.task, number) for number in range(self.samples)]
-        room = 2 * max(len(_encode(tokenizer, " " + ", ".join(riddle.answers))) for riddle in riddles)
-        intro = [*_opening(tokenizer), *_encode(tokenizer, INTROS.get(cell.task, INTRO))]
+    def prompts(
+        self, cell: EvalCell, tokenizer: Any
+    ) -> tuple[list[NeedleSample], list[list[int]], int]:
+        """The samples of a cell, their equally long prompts, and the tokens left for an answer."""
+        samples = [self._make_sample(cell.task, number) for number in range(self.samples)]
+        answer_tokens = 2 * max(
+            len(_encode(tokenizer, " " + ", ".join(sample.answers))) for sample in samples
+        )
+        intro = [*_bos(tokenizer), *_encode(tokenizer, INTROS.get(cell.task, INTRO))]
         sentences = [_encode(tokenizer, sentence) for sentence in self._sentences(cell.length)]
         rows = []
-        for number, riddle in enumerate(riddles):
-            question = _encode(tokenizer, riddle.question)
-            needles = [_encode(tokenizer, needle) for needle in riddle.needles]
-            left = cell.length - room - len(intro) - len(question) - sum(map(len, needles))
-            if left < 0:
+        for number, sample in enumerate(samples):
+            question = _encode(tokenizer, sample.question)
+            needles = [_encode(tokenizer, needle) for needle in sample.needles]
+            fixed = answer_tokens + len(intro) + len(question) + sum(map(len, needles))
+            if fixed > cell.length:
                 raise FarspanError(
-                    f"{cell.length} tokens have no room for {cell.task}, which takes {cell.length - left} without "
-                    "any haystack; ask for longer lengths, or for fewer needles"
+                    f"a length of {cell.length} is too short for {cell.task}, which needs {fixed} "
+                    "tokens without any haystack; use longer lengths or fewer needles"
                 )
-            hay, ends = self._hay(sentences, left, number)
-            rows.append([*intro, *hidden(hay, ends, needles, riddle.depths), *question])
-        return riddles, rows, room
+            hay, ends = self._hay(sentences, cell.length - fixed, number)
+            rows.append([*intro, *insert_needles(hay, ends, needles, sample.depths), *question])
+        return samples, rows, answer_tokens
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """Recall for each task and length, its average over tasks, and the effective length of both."""
+        """Recall for each task and length, its average over tasks, and effective lengths."""
         groups: dict[str, dict[int, list[float]]] = {}
         for sample in samples:
-            groups.setdefault(sample["task"], {}).setdefault(sample["length"], []).append(sample["score"])
-        shared = {"haystack": samples[0]["haystack"].rpartition(" ")[0] or "filler"} if samples else {}
-        found: list[Score] = []
+            lengths = groups.setdefault(sample["task"], {})
+            lengths.setdefault(sample["length"], []).append(sample["score"])
+        shared = (
+            {"haystack": samples[0]["haystack"].rpartition(" ")[0] or "filler"} if samples else {}
+        )
+        scores: list[Score] = []
         for task, lengths in groups.items():
-            found += [
-                Score(NAME, "recall", length, *wilson(sum(values), len(values)), len(values), {"task": task, **shared})
+            tags = {"task": task, **shared}
+            scores += [
+                Score(
+                    NAME,
+                    "recall",
+                    length,
+                    *wilson(sum(values), len(values)),
+                    len(values),
+                    dict(tags),
+                )
                 for length, values in sorted(lengths.items())
             ]
         if len(groups) > 1:
-            for length in sorted(set.intersection(*(set(lengths) for lengths in groups.values()))):
-                here = [score for score in found if score.length == length and score.tags["task"] in groups]
-                mean = average([(score.value, score.low, score.high) for score in here])
-                tags = {"task": "average", "tasks": len(groups), **shared}
-                found.append(Score(NAME, "recall", length, *mean, sum(score.n for score in here), tags))
-        return [*found, *self._effective(found)]
+            tags = {"task": "average", "tasks": len(groups), **shared}
+            common = set.intersection(*(set(lengths) for lengths in groups.values()))
+            for length in sorted(common):
+                parts = [
+                    score
+                    for score in scores
+                    if score.length == length and score.tags["task"] in groups
+                ]
+                mean = average([(score.value, score.low, score.high) for score in parts])
+                count = sum(score.n for score in parts)
+                scores.append(Score(NAME, "recall", length, *mean, count, dict(tags)))
+        return [*scores, *self._effective_lengths(scores)]
 
-    def _effective(self, recalls: list[Score]) -> list[Score]:
-        """The interval is that of a model which is as bad, or as good, as recall's intervals allow."""
+    def _effective_lengths(self, recalls: list[Score]) -> list[Score]:
+        """The interval is that of the lower and the upper bounds of recall."""
         scores = []
         for task in dict.fromkeys(score.tags["task"] for score in recalls):
-            mine = [score for score in recalls if score.tags["task"] == task]
+            group = [score for score in recalls if score.tags["task"] == task]
             value, low, high = (
-                effective_length({score.length: getattr(score, bound) for score in mine}, self.threshold)
+                effective_length(
+                    {score.length: getattr(score, bound) for score in group}, self.threshold
+                )
                 for bound in ("value", "low", "high")
             )
-            tags = {**mine[-1].tags, "threshold": self.threshold}
-            count = sum(score.n for score in mine)
-            scores.append(Score(NAME, "effective_length", mine[-1].length, value, low, high, count, tags))
+            tags = {**group[-1].tags, "threshold": self.threshold}
+            count = sum(score.n for score in group)
+            scores.append(
+                Score(NAME, "effective_length", group[-1].length, value, low, high, count, tags)
+            )
         return scores
 
     def _check(self) -> None:
         if not self.lengths:
-            raise FarspanError("needles are hidden in no length at all; ask for one or more")
-        if min(self.lengths) < SHORTEST:
-            raise FarspanError(f"needles take {SHORTEST} tokens, and {min(self.lengths)} are asked for; ask for more")
+            raise FarspanError("the needle evaluation has no lengths; give at least one")
+        if min(self.lengths) < MIN_LENGTH:
+            raise FarspanError(
+                f"needle prompts need {MIN_LENGTH} tokens, but the shortest length is "
+                f"{min(self.lengths)}; use longer lengths"
+            )
         for task in self.tasks:
             if task not in TASKS:
-                raise FarspanError(f"needle has no task {task!r}; {nearest(task, TASKS)}")
+                raise FarspanError(f"needle has no task {task!r}; {suggest(task, TASKS)}")
         for name in ("samples", "keys", "values", "queries", "hops", "chains", "batch"):
             if getattr(self, name) < 1:
-                raise FarspanError(f"needle's {name} are {getattr(self, name)}; ask for 1 or more")
+                raise FarspanError(
+                    f"the needle setting {name} is {getattr(self, name)}; use 1 or more"
+                )
 
     # The haystack.
 
     def _text(self, length: int) -> str:
-        pieces, letters = [], 0
+        pieces, characters = [], 0
         for document in read_documents(self.haystack):
             pieces.append(document.text)
-            letters += len(document.text)
-            if letters >= LETTERS_A_TOKEN * length:
+            characters += len(document.text)
+            if characters >= CHARACTERS_PER_TOKEN * length:
                 break
-        return " ".join(" ".join(pieces).split())[: LETTERS_A_TOKEN * length]
+        return " ".join(" ".join(pieces).split())[: CHARACTERS_PER_TOKEN * length]
 
     def _haystack_name(self, length: int) -> str:
         if not self.haystack:
             return "filler"
-        return f"{Path(self.haystack).name} {hashlib.sha256(self._text(length).encode()).hexdigest()[:16]}"
+        digest = hashlib.sha256(self._text(length).encode()).hexdigest()
+        return f"{Path(self.haystack).name} {digest[:16]}"
 
     def _sentences(self, length: int) -> list[str]:
-        """Each with the space before it."""
+        """The sentences of the haystack, each with a leading space."""
         if not self.haystack:
             return re.findall(r" [^.]+\.", FILLER)
-        return [f" {sentence}" for sentence in re.split(r"(?<=[.!?]) ", self._text(length)) if sentence]
+        return [
+            f" {sentence}" for sentence in re.split(r"(?<=[.!?]) ", self._text(length)) if sentence
+        ]
 
-    def _hay(self, sentences: list[list[int]], size: int, number: int) -> tuple[list[int], list[int]]:
-        """`size` tokens of haystack, for each sample from another sentence on, and where sentences end in them."""
+    def _hay(
+        self, sentences: list[list[int]], size: int, number: int
+    ) -> tuple[list[int], list[int]]:
+        """`size` tokens of haystack and the positions of sentence ends in them.
+
+        Every sample of a haystack text starts at another sentence.
+        """
         start = 0
         if self.haystack:
-            have = sum(map(len, sentences))
-            if have < max(size, 1):
+            total = sum(map(len, sentences))
+            if total < max(size, 1):
                 raise FarspanError(
-                    f"the haystack {self.haystack} has {have} tokens, and {size} are needed; "
-                    "give longer text, or leave it away"
+                    f"the haystack {self.haystack} has {total} tokens, but {size} are needed; "
+                    "use longer text, or remove --data to use the filler"
                 )
             start = int(np.random.default_rng((self.seed, number)).integers(len(sentences)))
         hay: list[int] = []
@@ -231,56 +274,66 @@ class Needle:
             ends.append(len(hay))
         return hay[:size], ends
 
-    # The riddles.
+    # The samples.
 
-    def _riddle(self, task: str, number: int) -> Riddle:
+    def _make_sample(self, task: str, number: int) -> NeedleSample:
         rng = np.random.default_rng((self.seed, TASKS.index(task), number))
         if task == "variables":
             return self._variables(rng)
         keys = {"multi-key": self.keys, "multi-query": self.queries}.get(task, 1)
         values = self.values if task == "multi-value" else 1
-        numbers = iter(_different(rng, NUMBERS, keys * values))
-        facts = {key: [next(numbers) for _ in range(values)] for key in _words(rng, keys)}
-        asked = list(facts) if task == "multi-query" else list(facts)[:1]
-        # The first is moved evenly through the haystack, from its beginning to its end; the others stand anywhere.
+        numbers = iter(_draw_distinct(rng, NUMBERS, keys * values))
+        facts = {key: [next(numbers) for _ in range(values)] for key in _draw_keys(rng, keys)}
+        queried = list(facts) if task == "multi-query" else list(facts)[:1]
+        # Over the samples the first needle moves evenly from start to end; the others are random.
         depths = (number / max(1, self.samples - 1), *rng.random(keys * values - 1).tolist())
-        several = len(asked) * values > 1
-        return Riddle(
-            tuple(f" The magic number of {key} is: {value}." for key, values in facts.items() for value in values),
+        plural = len(queried) * values > 1
+        names, verb = _enumerate(queried), "are" if plural else "is"
+        return NeedleSample(
+            tuple(
+                f" The magic number of {key} is: {value}."
+                for key, values in facts.items()
+                for value in values
+            ),
             depths,
-            f"\nThe magic number{'s' * several} of {_listed(asked)} {'are' if several else 'is'}:",
-            tuple(value for key in asked for value in facts[key]),
+            f"\nThe magic number{'s' * plural} of {names} {verb}:",
+            tuple(value for key in queried for value in facts[key]),
         )
 
-    def _variables(self, rng: np.random.Generator) -> Riddle:
-        """Chains of assignments, each in its order; the question is which variables hold the first chain's value."""
+    def _variables(self, rng: np.random.Generator) -> NeedleSample:
+        """Chains of assignments in order. The question asks for the variables of the first one."""
         size = self.hops + 1
-        names = _names(rng, self.chains * size)
-        values = _different(rng, VALUES, self.chains)
+        names = _draw_names(rng, self.chains * size)
+        values = _draw_distinct(rng, VALUES, self.chains)
         needles: list[str] = []
         depths: list[float] = []
         for chain, value in enumerate(values):
-            mine = names[chain * size : (chain + 1) * size]
-            sources = [value, *(f"VAR {name}" for name in mine)]
-            needles += [f" VAR {name} = {source}." for name, source in zip(mine, sources, strict=False)]
+            chain_names = names[chain * size : (chain + 1) * size]
+            sources = [value, *(f"VAR {name}" for name in chain_names)]
+            needles += [
+                f" VAR {name} = {source}."
+                for name, source in zip(chain_names, sources, strict=False)
+            ]
             depths += sorted(rng.random(size).tolist())
         question = f"\nThe {size} variables that hold {values[0]} are: VAR"
-        return Riddle(tuple(needles), tuple(depths), question, tuple(names[:size]))
+        return NeedleSample(tuple(needles), tuple(depths), question, tuple(names[:size]))
 
 
-def hidden(hay: list[int], ends: list[int], needles: list[list[int]], depths: Sequence[float]) -> list[int]:
-    """The haystack with each needle between two sentences: behind the last that ends at its depth or before."""
-    places = [ends[bisect_right(ends, depth * len(hay)) - 1] for depth in depths]
-    found: list[int] = []
+def insert_needles(
+    hay: list[int], ends: list[int], needles: list[list[int]], depths: Sequence[float]
+) -> list[int]:
+    """The haystack with each needle after the last sentence that ends at or before its depth."""
+    positions = [ends[bisect_right(ends, depth * len(hay)) - 1] for depth in depths]
+    tokens: list[int] = []
     start = 0
-    for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
-        found += [*hay[start:place], *needle]
-        start = place
-    return [*found, *hay[start:]]
+    for position, needle in sorted(zip(positions, needles, strict=True), key=lambda pair: pair[0]):
+        tokens += [*hay[start:position], *needle]
+        start = position
+    return [*tokens, *hay[start:]]
 
 
 def effective_length(scores: Mapping[int, float], threshold: float) -> int:
-    """The longest length at which the score, there and at every shorter one, is at the threshold or above; else 0.
+    """The longest length up to which every score reaches the threshold; 0 if none does.
 
     >>> effective_length({512: 1.0, 1024: 0.9, 2048: 0.3, 4096: 0.9}, 0.85)
     1024
@@ -293,31 +346,33 @@ def effective_length(scores: Mapping[int, float], threshold: float) -> int:
     return longest
 
 
-def _different(rng: np.random.Generator, among: range, count: int) -> list[str]:
-    return [str(among[place]) for place in rng.choice(len(among), count, replace=False)]
+def _draw_distinct(rng: np.random.Generator, numbers: range, count: int) -> list[str]:
+    return [str(numbers[index]) for index in rng.choice(len(numbers), count, replace=False)]
 
 
-def _words(rng: np.random.Generator, count: int) -> list[str]:
+def _draw_keys(rng: np.random.Generator, count: int) -> list[str]:
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
     if count > len(pairs):
-        raise FarspanError(f"needle has {len(pairs)} keys, and {count} are asked for; ask for fewer")
-    return [pairs[place] for place in rng.choice(len(pairs), count, replace=False)]
+        raise FarspanError(
+            f"needle has {len(pairs)} different keys, but {count} are needed; use fewer"
+        )
+    return [pairs[index] for index in rng.choice(len(pairs), count, replace=False)]
 
 
-def _names(rng: np.random.Generator, count: int) -> list[str]:
-    """Different ones, of five capital letters each."""
+def _draw_names(rng: np.random.Generator, count: int) -> list[str]:
+    """Distinct names of five capital letters."""
     names: dict[str, None] = {}
     while len(names) < count:
         names["".join(chr(ord("A") + letter) for letter in rng.integers(0, 26, 5))] = None
     return list(names)
 
 
-def _listed(words: Sequence[str]) -> str:
+def _enumerate(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _opening(tokenizer: Any) -> list[int]:
-    """The token that begins every text, where the tokenizer itself puts one."""
+def _bos(tokenizer: Any) -> list[int]:
+    """The begin-of-text token, if the tokenizer adds one to every text."""
     first = tokenizer("", verbose=False)["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 

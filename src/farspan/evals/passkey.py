@@ -1,9 +1,10 @@
-"""Passkey: is a five-digit number, hidden in irrelevant text, told when asked for? Paper A's strings, held-out keys.
+"""Passkey retrieval with the strings of Wang 2024: repeat a five-digit number hidden in filler.
 
-The right answer is given to the model a token ahead, and each of its tokens must be the likeliest. That is what greedy
-decoding says as well, in one pass. All texts of a grid begin alike, so what the model makes of their beginning is
-computed once, and each key goes on from there. It is kept by whoever runs the cells, and no longer than they know the
-model to stay as it is.
+Keys are held out from training. The model reads the right answer (teacher forcing), and each of its
+tokens must be the argmax. That is equivalent to greedy decoding, in one forward pass. All documents
+of a grid start with the same text, so the KV cache of that prefix is computed once and every key
+continues from it. The caller that runs the cells owns the cache, and must drop it when the model
+changes.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer
 
 from farspan.attention import seam
-from farspan.attention.entropy import Scores, kernels_for
-from farspan.attention.patch import forget_lengths
-from farspan.data.passkey import Passkeys, held_out_key
+from farspan.attention.entropy import supported_kernels
+from farspan.attention.patch import reset_dynamic_rope
+from farspan.attention.scores import Scores
+from farspan.batching import run_in_batches
+from farspan.data.passkey import PasskeyDocuments, held_out_key
 from farspan.errors import FarspanError
-from farspan.evals.perplexity import rows_at_once
-from farspan.evals.scores import Cell, Place, Sample, Score, wilson
-from farspan.memory import in_pieces
-from farspan.model.fast import quick_attention
-from farspan.model.loss import ending_logits
+from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, wilson
+from farspan.model.compile import prefer_cudnn
+from farspan.model.loss import last_logits
 
 NAME = "passkey"
-CHUNK = 256  # tokens of a shared beginning that are computed at a time
-BATCH = 10  # rows at once on a GPU
+CHUNK = 256  # tokens of a shared prefix per forward pass
+BATCH = 10  # rows per batch on a GPU
 UNKNOWN = "unknown"
-MOVING = ("dynamic", "longrope")  # rotations that depend on how long the text is
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """A grid of lengths and depths, with some keys in each of its cells.
+    """A grid of lengths and depths, with a number of keys in each cell.
+
+    `trained` says whether the model saw passkey documents in training: "yes", "no" or "unknown".
 
     >>> len(Passkey((256, 512), depths=10).cells())
     20
@@ -51,47 +55,47 @@ class Passkey:
     depths: int = 10
     keys: int = 10
     seed: int = 0
-    trained: str = UNKNOWN  # did the model see passkey documents in training? "yes", "no" or "unknown"
-    reuse: bool = True  # compute a shared beginning once
+    trained: str = UNKNOWN
+    reuse: bool = True  # compute a shared prefix once
     batch: int = BATCH
 
     def __post_init__(self):
         if not self.lengths or self.depths < 1 or self.keys < 1:
             raise FarspanError(
-                f"{len(self.lengths)} lengths and {self.depths} depths with {self.keys} keys make no grid; "
-                "give 1 or more of each"
+                f"a passkey grid of {len(self.lengths)} lengths, {self.depths} depths and "
+                f"{self.keys} keys is empty; use at least 1 of each"
             )
 
-    def cells(self) -> list[Cell]:
-        """A cell is a length and a depth."""
+    def cells(self) -> list[EvalCell]:
+        """One cell for each length and depth."""
         depths = [round(float(depth), 6) for depth in np.linspace(0, 1, self.depths)]
         return [
-            Cell(NAME, NAME, length, {"depth": depth, "keys": self.keys, "seed": self.seed})
+            EvalCell(NAME, NAME, length, {"depth": depth, "keys": self.keys, "seed": self.seed})
             for length in sorted(self.lengths)
             for depth in depths
         ]
 
-    def places(self) -> list[Place]:
-        """The mean over the grid tells of nothing new where it has one length."""
+    def score_keys(self) -> list[ScoreKey]:
+        """One for each length, and one for the mean over the grid if it has several lengths."""
         lengths = sorted(set(self.lengths))
-        found = [Place(NAME, NAME, "passkey", length) for length in lengths]
-        return found + [Place(NAME, NAME, "passkey_mean", lengths[-1])] * (len(lengths) > 1)
+        keys = [ScoreKey(NAME, NAME, "passkey", length) for length in lengths]
+        return keys + [ScoreKey(NAME, NAME, "passkey_mean", lengths[-1])] * (len(lengths) > 1)
 
     def run(
         self,
-        cell: Cell,
+        cell: EvalCell,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        begun: Beginning | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> list[Sample]:
-        """`begun` is what the cells before this one have computed: with it, the model must be as it was for them."""
+        """`prefix_cache` holds what earlier cells computed with the same, unchanged model."""
         depth = cell.settings["depth"]
-        keys, rows, answers = self.documents(cell, tokenizer)
-        forget_lengths(model)
-        begun = begun or Beginning(model)
-        assert begun.model is model
-        begun.reach(self._alike(cell, tokenizer, keys[0], rows))
-        said = self._likeliest(model, torch.tensor(rows), max(answers), begun)
+        keys, rows, answer_sizes = self.documents(cell, tokenizer)
+        reset_dynamic_rope(model)
+        prefix_cache = prefix_cache or PrefixCache(model)
+        assert prefix_cache.model is model
+        prefix_cache.extend_to(self._rows_with_probe(cell, tokenizer, keys[0], rows))
+        predictions = self._predict(model, torch.tensor(rows), max(answer_sizes), prefix_cache)
         return [
             {
                 "eval": NAME,
@@ -99,15 +103,20 @@ class Passkey:
                 "length": cell.length,
                 "depth": depth,
                 "key": key,
-                "said": tokenizer.decode(told[-count:]),  # with its space: a key after another one is a miss
-                "hit": told[-count:] == row[-count:],
+                # with the leading space: the key after another separator is a miss
+                "said": tokenizer.decode(prediction[-count:]),
+                "hit": prediction[-count:] == row[-count:],
             }
-            for key, row, count, told in zip(keys, rows, answers, said.tolist(), strict=True)
+            for key, row, count, prediction in zip(
+                keys, rows, answer_sizes, predictions.tolist(), strict=True
+            )
         ]
 
-    def documents(self, cell: Cell, tokenizer: Any) -> tuple[list[int], list[list[int]], list[int]]:
-        """The keys of a cell, its documents of exactly `length` tokens, and how many tokens each answer has."""
-        maker = Passkeys(tokenizer)
+    def documents(
+        self, cell: EvalCell, tokenizer: Any
+    ) -> tuple[list[int], list[list[int]], list[int]]:
+        """The keys of a cell, its documents of exactly `length` tokens, and the answers' sizes."""
+        maker = PasskeyDocuments(tokenizer)
         depth = cell.settings["depth"]
         rng = np.random.default_rng((self.seed, cell.length, round(depth * 10**6)))
         keys = [held_out_key(rng) for _ in range(self.keys)]
@@ -115,152 +124,193 @@ class Passkey:
         return keys, rows, [len(maker.answer(key)) for key in keys]
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The share of keys told at each length, over the whole grid, and in each of its cells."""
+        """The share of keys retrieved at each length, over the whole grid, and in each cell."""
         by_length: dict[int, list[Sample]] = {}
         for sample in samples:
             by_length.setdefault(sample["length"], []).append(sample)
         tags = {"task": NAME, "trained_on_passkeys": self.trained}
-        found = [_share("passkey", length, some, tags) for length, some in sorted(by_length.items())]
+        scores = [
+            _accuracy("passkey", length, group, tags) for length, group in sorted(by_length.items())
+        ]
         if len(by_length) > 1:
-            found.append(_share("passkey_mean", max(by_length), samples, {**tags, "lengths": len(by_length)}))
-        for length, some in sorted(by_length.items()):
-            for depth in sorted({sample["depth"] for sample in some}):
-                here = [sample for sample in some if sample["depth"] == depth]
-                found.append(_share("passkey_at_depth", length, here, {**tags, "depth": depth, "detail": True}))
-        return found
+            mean_tags = {**tags, "lengths": len(by_length)}
+            scores.append(_accuracy("passkey_mean", max(by_length), samples, mean_tags))
+        for length, group in sorted(by_length.items()):
+            for depth in sorted({sample["depth"] for sample in group}):
+                at_depth = [sample for sample in group if sample["depth"] == depth]
+                depth_tags = {**tags, "depth": depth, "detail": True}
+                scores.append(_accuracy("passkey_at_depth", length, at_depth, depth_tags))
+        return scores
 
-    def _alike(self, cell: Cell, tokenizer: Any, key: int, rows: list[list[int]]) -> Tensor | None:
-        """The rows, and one of a key with another first digit: where it parts from the others, what all share has
-        ended. None where nothing is to be shared."""
+    def _rows_with_probe(
+        self, cell: EvalCell, tokenizer: Any, key: int, rows: list[list[int]]
+    ) -> Tensor | None:
+        """The rows, and one with a key of another first digit; None if nothing is to be shared.
+
+        All keys of a cell may start alike. The added row differs from its first digit on, which
+        marks the end of the prefix that any key shares.
+        """
         other = key + (50_000 if key < 50_000 else -40_000)
         try:
-            parting = Passkeys(tokenizer).document(cell.length, cell.settings["depth"], other)
-        except FarspanError:  # it may take more tokens than the keys that are asked for
+            probe = PasskeyDocuments(tokenizer).document(cell.length, cell.settings["depth"], other)
+        except FarspanError:  # the other key may have more tokens than the scored ones
             return None
-        return torch.tensor([*rows, parting]) if self.reuse else None
+        return torch.tensor([*rows, probe]) if self.reuse else None
 
     @torch.no_grad()
-    def _likeliest(self, model: PreTrainedModel, rows: Tensor, count: int, begun: Beginning) -> Tensor:
-        said = torch.empty(len(rows), count, dtype=torch.long)
+    def _predict(
+        self, model: PreTrainedModel, rows: Tensor, count: int, prefix_cache: PrefixCache
+    ) -> Tensor:
+        predictions = torch.empty(len(rows), count, dtype=torch.long)
 
-        def some(start: int, stop: int) -> None:
-            said[start:stop] = likeliest(model, rows[start:stop, begun.shared :], count, begun.branch(stop - start))
+        def run_batch(start: int, stop: int) -> None:
+            predictions[start:stop] = teacher_forced_argmax(
+                model,
+                rows[start:stop, prefix_cache.shared :],
+                count,
+                prefix_cache.branch(stop - start),
+            )
 
-        with quick_attention() if model.device.type == "cuda" else nullcontext(), begun.attending():
-            in_pieces(len(rows), rows_at_once(model, rows.shape[1], self.batch), some)
-        return said
+        fast_kernels = prefer_cudnn() if model.device.type == "cuda" else nullcontext()
+        with fast_kernels, prefix_cache.maskless_attention():
+            run_in_batches(len(rows), rows_per_batch(model, rows.shape[1], self.batch), run_batch)
+        return predictions
 
 
-class Beginning:
-    """What a model makes of the beginning that texts share: keys and values, grown a chunk at a time and kept. They are
-    those of the model as it is now, so nothing that outlives a change of its weights, scales or rotation may hold this.
+class PrefixCache:
+    """The KV cache of a prefix that documents share, extended chunk by chunk.
 
-    Chunks are always the same, so that what is computed does not depend on which texts came first. A rotation that
-    changes with the length leaves nothing to share, nor does a memory that is not a list of keys and values.
+    It is valid only for the model as it was: never keep it across a change of weights, scales or
+    position encoding. Chunk boundaries are fixed, so that the numbers do not depend on which
+    documents came first. Nothing is shared where the RoPE frequencies change with the length, or
+    where a layer's cache is not a plain list of keys and values.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self._tokens: list[int] = []
-        self.shared = 0  # tokens of it that the texts at hand begin with
+        self.shared = 0  # tokens of the prefix that the current documents share
         self._cache = DynamicCache(config=model.config)
-        kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}  # a text or, by layer, a dict
-        fixed = not any(moving in kind for kind in kinds for moving in MOVING)
+        # rope_type is a string, or a dict by layer type
+        rope_types = {str(getattr(module, "rope_type", "")) for module in model.modules()}
+        fixed = not any(name in kind for kind in rope_types for name in LENGTH_DEPENDENT_ROPE)
         self._usable = fixed and all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     @torch.no_grad()
-    def reach(self, rows: Tensor | None) -> None:
-        """Have ready what all rows [B, T] begin with, in whole chunks; less than a quarter is not worth a mask. Without
-        rows, nothing is shared."""
+    def extend_to(self, rows: Tensor | None) -> None:
+        """Compute the prefix that all rows [B, T] share, in whole chunks.
+
+        A prefix below a quarter of the row is not worth the attention mask it needs. Without rows,
+        nothing is shared.
+        """
         self.shared = 0
         if rows is None or not self._usable:
             return
-        alike = (rows == rows[:1]).all(0).long().cumprod(0).sum()
-        shared = min(int(alike), rows.shape[1] - CHUNK) // CHUNK * CHUNK
+        equal = (rows == rows[:1]).all(0).long().cumprod(0).sum()
+        shared = min(int(equal), rows.shape[1] - CHUNK) // CHUNK * CHUNK
         if 4 * shared < rows.shape[1]:
             return
-        wanted = rows[0, :shared].tolist()
-        known = _common(wanted, self._tokens) // CHUNK * CHUNK
-        if known < min(shared, len(self._tokens)):  # another text: what follows is of no use to it
+        prefix = rows[0, :shared].tolist()
+        known = _common_prefix(prefix, self._tokens) // CHUNK * CHUNK
+        if known < min(shared, len(self._tokens)):  # the cached text diverges: drop the rest
             self._cache.crop(known - len(self._tokens))
             del self._tokens[known:]
         for start in range(len(self._tokens), shared, CHUNK):
             ids = rows[:1, start : start + CHUNK].to(self.model.device)
-            ending_logits(self.model, ids, 1, self._cache)
+            last_logits(self.model, ids, 1, self._cache)
             self._tokens += ids[0].tolist()
         self.shared = shared
 
     def branch(self, rows: int) -> DynamicCache | None:
-        """The shared beginning for so many rows, each of which goes on in its own way; None where nothing is shared."""
+        """A copy of the shared prefix for `rows` continuations; None if nothing is shared."""
         if not self.shared:
             return None
         branch = DynamicCache(config=self.model.config)
         for number, layer in enumerate(self._cache.layers):
-            keys, values = (part[:, :, : self.shared].expand(rows, -1, -1, -1) for part in (layer.keys, layer.values))
+            keys, values = (
+                part[:, :, : self.shared].expand(rows, -1, -1, -1)
+                for part in (layer.keys, layer.values)
+            )
             branch.update(keys, values, number)
         return branch
 
-    def attending(self) -> AbstractContextManager[None]:
-        """On a GPU, attention that needs not read the mask of those who go on."""
+    def maskless_attention(self) -> AbstractContextManager[None]:
+        """On a GPU, attention that does not read the mask of the continuations."""
         name = self.model.config._attn_implementation
         if not self.shared or self.model.device.type != "cuda" or "sdpa" not in name:
             return nullcontext()
         return (
-            seam.using(self.model, attend_lower_right) if self.model._can_set_attn_implementation() else nullcontext()
+            seam.using(self.model, lower_right_attention)
+            if self.model._can_set_attn_implementation()
+            else nullcontext()
         )
 
 
-def attend_lower_right(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
-    """Causal attention of the last queries to all keys: what their mask says too, by kernels that take none. cuDNN has
-    none such, and ours is nearly as fast as it is; torch's, by flash attention, is not. Layers that do more than that
-    are left to the model's own backend."""
+def lower_right_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs
+):
+    """Causal attention of the last queries to all keys, by kernels that need no attention mask.
+
+    cuDNN has no such kernel. In 16 bits farspan's own is nearly as fast; torch's, by flash
+    attention, is not. Layers that do more than that are left to the model's own backend.
+    """
     special = ("bias", "position_bias", "sliding_window", "s_aux", "softcap")
     plain = all(kwargs.get(name) is None for name in special) and key.shape[-1] == value.shape[-1]
     grouped = query.shape[1] != key.shape[1]
-    slow = grouped and query.dtype == torch.float32  # it has no flash kernel, and the next takes no grouped heads
+    # float32 has no flash kernel, and the fallback takes no grouped heads
+    slow = grouped and query.dtype == torch.float32
     if attention_mask is None or slow or not plain:
-        return seam.own_backend(module)(module, query, key, value, attention_mask, **kwargs)
+        return seam.default_backend(module)(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     scores = Scores(query, key, scaling)
-    kernels = kernels_for(scores, value)
+    kernels = supported_kernels(scores, value)
     if kernels is not None and query.element_size() == 2:
         output, _ = kernels.attention(scores, value)
     else:
-        place: Any = causal_lower_right(query.shape[2], key.shape[2])
-        output = F.scaled_dot_product_attention(query, key, value, place, scale=scaling, enable_gqa=grouped)
+        bias: Any = causal_lower_right(query.shape[2], key.shape[2])
+        output = F.scaled_dot_product_attention(
+            query, key, value, bias, scale=scaling, enable_gqa=grouped
+        )
     return output.transpose(1, 2).contiguous(), None
 
 
-def likeliest(model: PreTrainedModel, rows: Tensor, count: int, past: Cache | None = None) -> Tensor:
-    """The likeliest token, given the right ones before it, at each of the last `count` places of rows [B, T]."""
-    return ending_logits(model, rows.to(model.device), count + 1, past)[:, :-1].argmax(-1).cpu()
+def teacher_forced_argmax(
+    model: PreTrainedModel, rows: Tensor, count: int, past: Cache | None = None
+) -> Tensor:
+    """The argmax, given the right tokens before, at each of the last `count` positions of rows."""
+    return last_logits(model, rows.to(model.device), count + 1, past)[:, :-1].argmax(-1).cpu()
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts share before they part."""
-    pairs = zip(first, second, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of leading tokens that two texts share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next(
+        (index for index, (left, right) in pairs if left != right),
+        min(len(first), len(second)),
+    )
 
 
-def _share(metric: str, length: int, samples: Sequence[Sample], tags: dict[str, Any]) -> Score:
+def _accuracy(metric: str, length: int, samples: Sequence[Sample], tags: dict[str, Any]) -> Score:
     hits = sum(sample["hit"] for sample in samples)
     return Score(NAME, metric, length, *wilson(hits, len(samples)), len(samples), tags)
 
 
 def grid_lengths(longest: int, shortest: int, count: int = 16) -> tuple[int, ...]:
-    """So many lengths up to the longest, evenly spaced, none below the shortest that holds a key and its question.
+    """`count` evenly spaced lengths up to the longest, none below the shortest possible document.
 
     >>> grid_lengths(1024, 90, 4)
     (256, 512, 768, 1024)
     """
     step = longest / count
-    evenly = [round(step * number) for number in range(1, count + 1)]
-    if evenly[0] < shortest:
-        evenly = [round(float(length)) for length in np.linspace(shortest, max(longest, shortest), count)]
-    return tuple(sorted(set(evenly)))
+    lengths = [round(step * number) for number in range(1, count + 1)]
+    if lengths[0] < shortest:
+        lengths = [
+            round(float(length)) for length in np.linspace(shortest, max(longest, shortest), count)
+        ]
+    return tuple(sorted(set(lengths)))
 
 
-def passkey_share(
+def passkey_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
@@ -270,11 +320,15 @@ def passkey_share(
     seed: int = 0,
     batch: int = 4,
 ) -> float:
-    """The share of keys told right in documents of exactly `length` tokens, `keys` of them at each of `depths`: what
-    the evaluation scores at that length, on the same documents.
+    """The share of keys retrieved at one length, as the evaluation scores it on equal documents.
 
-    >>> passkey_share(model, tokenizer, 1024, keys=2)
+    >>> passkey_accuracy(model, tokenizer, 1024, keys=2)
     """
-    grid, begun = Passkey((length,), depths, keys, seed, batch=batch), Beginning(model)
-    hits = [sample["hit"] for cell in grid.cells() for sample in grid.run(cell, model, tokenizer, begun)]
+    grid = Passkey((length,), depths, keys, seed, batch=batch)
+    prefix_cache = PrefixCache(model)
+    hits = [
+        sample["hit"]
+        for cell in grid.cells()
+        for sample in grid.run(cell, model, tokenizer, prefix_cache)
+    ]
     return sum(hits) / len(hits)

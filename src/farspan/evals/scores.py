@@ -1,4 +1,4 @@
-"""What every evaluation yields: cells of work, samples that are stored and shown, and scores with their intervals."""
+"""Shared by all evaluations: cells of work, stored samples, and scores with 95% intervals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Sample = dict[str, Any]  # one prompt, window or document with its outcome; JSON holds it
+Sample = dict[str, Any]  # one prompt, window or document with its outcome; JSON-serializable
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A unit of work. What its samples depend on besides the model is all in here."""
+class EvalCell:
+    """A unit of work. It holds everything its samples depend on besides the model."""
 
     eval: str
     task: str
@@ -23,8 +23,8 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which number a score is, whatever its value: what a gate can name before anything is measured."""
+class ScoreKey:
+    """Identifies a score, so that a gate can refer to it before anything is measured."""
 
     eval: str
     task: str
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Score:
-    """One measured number with its 95% interval, and how many things were counted for it."""
+    """A measured value, its 95% interval and the number of samples or tokens behind it."""
 
     eval: str
     metric: str
@@ -46,32 +46,32 @@ class Score:
     tags: Mapping[str, Any] = field(default_factory=dict)  # task, data, truncated, skipped, …
 
     @property
-    def place(self) -> Place:
-        return Place(self.eval, self.tags.get("task", self.eval), self.metric, self.length)
+    def key(self) -> ScoreKey:
+        return ScoreKey(self.eval, self.tags.get("task", self.eval), self.metric, self.length)
 
 
-def beside(score: Score, others: Sequence[Score]) -> Score | None:
-    """The same measurement of another model, if it was made."""
+def matching_score(score: Score, others: Sequence[Score]) -> Score | None:
+    """The same measurement of another model, or None."""
 
-    def which(one: Score) -> tuple[Place, Any]:
-        return one.place, one.tags.get("depth")
+    def identity(candidate: Score) -> tuple[ScoreKey, Any]:
+        return candidate.key, candidate.tags.get("depth")
 
-    return next((other for other in others if which(other) == which(score)), None)
+    return next((other for other in others if identity(other) == identity(score)), None)
 
 
 class Eval(Protocol):
-    """An evaluation: a frozen dataclass of its settings. It receives a model and never knows how it was extended."""
+    """An evaluation: a frozen dataclass of its settings, which can run any causal LM."""
 
-    def cells(self) -> list[Cell]: ...
+    def cells(self) -> list[EvalCell]: ...
 
-    def places(self) -> list[Place]:
-        """Of which numbers there will be scores when all cells are run, details left away, in the order of `score`."""
+    def score_keys(self) -> list[ScoreKey]:
+        """The keys of the scores that all cells yield, without details, in the order of `score`."""
 
-    def run(self, cell: Cell, model: Any, tokenizer: Any) -> list[Sample]:
-        """The samples of a cell. Each carries `eval`, `task` and `length`."""
+    def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
+        """The samples of a cell. Each has the keys `eval`, `task` and `length`."""
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """Scores from samples alone, of any number of cells."""
+        """Scores computed from samples alone, from any number of cells."""
 
 
 def bootstrap(
@@ -83,10 +83,11 @@ def bootstrap(
     seed: int = 0,
     draws: int = 2000,
 ) -> tuple[float, float, float]:
-    """The weighted mean of values and its 95% interval by percentiles, cut to the range `within` that values have. What
-    is drawn again are groups (documents) where given, for values of one group are no independent witnesses; else
-    single values. Percentiles of few are too narrow, and are stretched as far as Student's t reaches beyond the normal;
-    one alone tells nothing about the others, and its interval is itself.
+    """The weighted mean of values and its 95% percentile bootstrap interval, clipped to `within`.
+
+    With `groups` (documents, say) whole groups are resampled, since values of one group are not
+    independent. Percentile intervals of few values are too narrow, so they are widened by the ratio
+    of Student's t to the normal. A single value has no spread: its interval is the value itself.
 
     >>> bootstrap([1.0, 1.0, 1.0])
     (1.0, 1.0, 1.0)
@@ -99,17 +100,19 @@ def bootstrap(
     mean = float(sums.sum() / totals.sum())
     rng = np.random.default_rng(seed)
     means = np.empty(draws)
-    for start in range(0, draws, 100):  # a few at a time, for there may be many values
+    for start in range(0, draws, 100):  # 100 at a time bounds memory when there are many values
         drawn = rng.integers(0, len(sums), (min(100, draws - start), len(sums)))
         means[start : start + len(drawn)] = sums[drawn].sum(1) / totals[drawn].sum(1)
-    bounds = mean + _stretch(len(sums)) * (np.quantile(means, (0.025, 0.975)) - mean)
+    bounds = mean + _small_sample_factor(len(sums)) * (np.quantile(means, (0.025, 0.975)) - mean)
     low, high = np.clip(bounds, *within).tolist()
     return mean, low, high
 
 
-def _stretch(n: int) -> float:
-    """How much wider than percentiles an interval of n has to be: √(n/(n−1)), for what is drawn again spreads less than
-    what it is drawn from, times Student's t over the normal's 1.96."""
+def _small_sample_factor(n: int) -> float:
+    """By how much to widen a percentile interval of n values: √(n/(n−1)) · t / 1.96.
+
+    The root corrects that a resample spreads less than the population it stands for.
+    """
     from scipy.special import ndtri, stdtrit
 
     if n == 1:
@@ -118,27 +121,34 @@ def _stretch(n: int) -> float:
 
 
 def average(parts: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """The mean of independent means, each with its interval, and its own interval: their distances to a bound add up
-    as variances do, so that it is honest where every part's is.
+    """The mean of independent (mean, low, high) triples, with its interval.
+
+    Distances to a bound add up as standard deviations do, so the interval keeps its coverage.
 
     >>> average([(1.0, 0.8, 1.0), (0.0, 0.0, 0.2)])
     (0.5, 0.4, 0.6)
     """
     values, lows, highs = np.array(parts, dtype=np.float64).T
-    below, above = (math.hypot(*distances) / len(parts) for distances in (values - lows, highs - values))
+    below, above = (
+        math.hypot(*distances) / len(parts) for distances in (values - lows, highs - values)
+    )
     mean = float(values.mean())
     return mean, mean - below, mean + above
 
 
 def wilson(hits: float, n: int) -> tuple[float, float, float]:
-    """The share of hits and its 95% interval by Wilson's formula, which is honest where all or none hit. Where things
-    hit in part, it is wider than it need be.
+    """The share of hits and its 95% Wilson interval, which stays valid at 0 and at 1.
+
+    With fractional hits the interval is conservative.
 
     >>> wilson(0, 10)[:2]
     (0.0, 0.0)
     """
     share, z = hits / n, 1.959964
-    middle, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-    whole = 1 + z * z / n
-    low, high = (middle - spread) / whole, (middle + spread) / whole
+    middle, spread = (
+        share + z * z / (2 * n),
+        z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2),
+    )
+    norm = 1 + z * z / n
+    low, high = (middle - spread) / norm, (middle + spread) / norm
     return share, low if hits else 0.0, high if hits < n else 1.0

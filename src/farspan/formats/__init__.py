@@ -1,1 +1,1 @@
-"""A patch becomes a model that others can run: each format is written, reloaded and compared before it counts."""
+"""Export formats: each is written, read back and compared with the live model."""

@@ -1,7 +1,8 @@
-"""Stock models as files that llama.cpp runs, with the tokenizer inside, and read back to be proven.
+"""Write stock models as gguf files for llama.cpp, with the tokenizer, and read them back.
 
-Rotary models are llama.cpp's `llama`, and SmolLM3's own pattern of rotary layers is its `smollm3`. A model without
-rotation is a `granite`: the one dense family there whose metadata can say that nothing is rotated.
+Rotary models become llama.cpp's `llama`; SmolLM3's pattern of rotary layers becomes its `smollm3`.
+A model without rotation becomes a `granite`, the only dense family there whose metadata can turn
+rotation off.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from farspan.errors import FarspanError, ProofError
 from farspan.model.config import SLIDING
@@ -38,37 +45,44 @@ NAMES = {
     "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
     "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
 }
-# How a tokenizer cuts text before it merges -> llama.cpp's name for the same cuts.
-CUTS = {
+# A tokenizer's pre-tokenizers -> llama.cpp's name for the same rules.
+PRE_TOKENIZERS = {
     ("Digits", "ByteLevel"): "smollm",
     ("ByteLevel",): "gpt-2",
 }
-# Raw q·k of a model without positions can pass what half precision holds (the NoPE twin's reach 4 million), and
-# llama.cpp keeps keys in that: smaller queries and a larger scale, by a power of two, are exactly the same model.
-SMALLER = 2.0**-10
-NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
+# Raw q·k of a model without positions can overflow half precision (nope-twin's reach 4 million), in
+# which llama.cpp keeps keys. Smaller queries and a larger attention scale, by a power of two, give
+# exactly the same model.
+QUERY_FACTOR = 2.0**-10
+NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: Any, file: Path, name: str = "") -> None:
-    """Write a stock Llama, or a SmolLM3 in one of the patterns that llama.cpp knows, with its tokenizer."""
+    """Write a stock Llama, or a SmolLM3 with a layer pattern that llama.cpp supports."""
     if importlib.util.find_spec("gguf") is None:
-        raise FarspanError(f"writing {file.name} needs gguf; install it with pip install 'farspan[gguf]'")
+        raise FarspanError(
+            f"writing {file.name} needs gguf; install it with pip install 'farspan[gguf]'"
+        )
     from gguf import GGUFWriter
 
     architecture = architecture_of(model)
-    metadata = {**_shape(model.config), **_rope(model.config, architecture), **_multipliers(model, architecture)}
-    words = _vocabulary(tokenizer, model.config.vocab_size)
+    metadata = {
+        **_shape(model.config),
+        **_rope(model.config, architecture),
+        **_multipliers(model, architecture),
+    }
+    vocabulary = _vocabulary(tokenizer, model.config.vocab_size)
     writer = GGUFWriter(file, architecture)
     if name:
         writer.add_name(name)
     writer.add_file_type(FILE_TYPES[model.dtype])
     for key, value in metadata.items():
         _add(writer, f"{architecture}.{key}", value)
-    for key, value in words.items():
+    for key, value in vocabulary.items():
         _add(writer, f"tokenizer.{key}", value)
-    for their_name, weight in _tensors(model, architecture).items():
-        _add_tensor(writer, their_name, weight)
+    for tensor_name, weight in _tensors(model, architecture).items():
+        _add_tensor(writer, tensor_name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,25 +90,31 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, file: Path, name: str = "
 
 
 def architecture_of(model: PreTrainedModel) -> str:
-    """llama.cpp's name for the family, or the reason why it has none."""
+    """llama.cpp's name for the family; raise if it has none."""
     config = model.config
     if not isinstance(model, LlamaForCausalLM | SmolLM3ForCausalLM):
         raise FarspanError(
-            f"farspan writes Llama-shaped models as gguf, and this one is a {config.model_type}; use --format stock "
-            "and llama.cpp's own converter"
+            f"farspan writes only Llama-shaped models as gguf, and this is a {config.model_type}; "
+            "use --format stock and llama.cpp's own converter"
         )
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
-        raise FarspanError(f"this {config.model_type} has biases or an activation other than silu; {WAY_OUT}")
+        raise FarspanError(
+            f"this {config.model_type} has biases or an activation other than silu, which farspan "
+            f"does not write as gguf; {WAY_OUT}"
+        )
     if isinstance(model, LlamaForCausalLM):
         return "llama"
     rotated = list(config.no_rope_layers)
     if SLIDING in (config.layer_types or ()):
-        raise FarspanError(f"llama.cpp has no family of this shape with sliding windows; {WAY_OUT}")
+        raise FarspanError(
+            f"llama.cpp supports no family of this shape with sliding windows; {WAY_OUT}"
+        )
     if not any(rotated):
         return "granite"
     if rotated != [int((layer + 1) % 4 != 0) for layer in range(len(rotated))]:
         raise FarspanError(
-            f"llama.cpp knows rotation in all layers, in none, or in three of four, and these are {rotated}; {WAY_OUT}"
+            "llama.cpp supports rotation in all layers, in none, or in three of four, and these "
+            f"are {rotated}; {WAY_OUT}"
         )
     return "smollm3"
 
@@ -117,11 +137,11 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _multipliers(model: PreTrainedModel, architecture: str) -> dict[str, float]:
-    """Granite's own; all but the attention's are 1, for a model that has none of them."""
+    """Granite's multipliers; all but the attention scale are 1, because our models have none."""
     if architecture != "granite":
         return {}
     return {
-        "attention.scale": float(model.model.layers[0].self_attn.scaling) / _smaller(model),
+        "attention.scale": float(model.model.layers[0].self_attn.scaling) / _query_factor(model),
         "embedding_scale": 1.0,
         "residual_scale": 1.0,
         "logit_scale": 1.0,
@@ -131,56 +151,71 @@ def _multipliers(model: PreTrainedModel, architecture: str) -> dict[str, float]:
 def _rope(config: Any, architecture: str) -> dict[str, Any]:
     """Rope parameters in llama.cpp's terms."""
     if architecture == "granite":
-        return {"rope.scaling.finetuned": False}  # where granite has this set to false, llama.cpp does not rotate
+        return {"rope.scaling.finetuned": False}  # with this, llama.cpp does not rotate a granite
     rope = dict(config.rope_parameters)
     kind = rope["rope_type"]
     if kind not in ("default", "linear", "yarn"):
-        raise FarspanError(f"llama.cpp has no metadata for rope type {kind!r} that farspan writes; {WAY_OUT}")
-    written = {"rope.freq_base": float(rope["rope_theta"])}
+        raise FarspanError(f"gguf metadata for the rope type {kind!r} is not supported; {WAY_OUT}")
+    metadata: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
     if kind != "default":
-        written |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        metadata |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
         _check_yarn(rope)
-        written |= {"rope.scaling.original_context_length": int(rope["original_max_position_embeddings"])}
-    return written
+        original = int(rope["original_max_position_embeddings"])
+        metadata["rope.scaling.original_context_length"] = original
+    return metadata
 
 
 def _check_yarn(rope: Mapping[str, Any]) -> None:
-    """llama.cpp computes YaRN's ramp and attention factor itself, as the paper has them."""
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.1 * math.log(rope["factor"]) + 1}
-    for key, value in usual.items():
+    """llama.cpp computes YaRN's ramp and attention factor itself, as in the paper."""
+    fixed = {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 0.1 * math.log(rope["factor"]) + 1,
+    }
+    for key, value in fixed.items():
         if abs((rope.get(key) or value) - value) > 1e-6:
-            raise FarspanError(f"llama.cpp runs YaRN with {key} {value:g} and the patch has {rope[key]:g}; {WAY_OUT}")
+            raise FarspanError(
+                f"llama.cpp runs YaRN with {key} {value:g} and the patch has {rope[key]:g}; "
+                f"{WAY_OUT}"
+            )
     if rope["factor"] <= 1 or rope.get("truncate") is False or rope.get("mscale"):
-        raise FarspanError(f"llama.cpp runs YaRN with none of these parameters: {dict(rope)}; {WAY_OUT}")
+        raise FarspanError(
+            f"llama.cpp does not support YaRN with these parameters: {dict(rope)}; {WAY_OUT}"
+        )
 
 
 def _tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
-    """Weights by llama.cpp's names, in its layout; tied output weights are left out, as it wants them."""
+    """Weights by llama.cpp's names, in its layout; it expects tied output weights to be absent."""
     config, tensors = model.config, {}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         weight = weight.detach().cpu()
-        if (heads := _turned(name, config)) and architecture != "granite":
+        if (heads := _rotated_heads(name, config)) and architecture != "granite":
             weight = _interleave(weight, heads)
         elif name.endswith("q_proj.weight"):
-            weight = weight * _smaller(model)
-        tensors[_their_name(name)] = weight
+            weight = weight * _query_factor(model)
+        tensors[_gguf_name(name)] = weight
     return tensors
 
 
-def _smaller(model: PreTrainedModel) -> float:
-    return 1.0 if model.dtype == torch.float16 else SMALLER  # whose own small numbers are coarse
+def _query_factor(model: PreTrainedModel) -> float:
+    return 1.0 if model.dtype == torch.float16 else QUERY_FACTOR  # small float16 numbers are coarse
 
 
-def _turned(name: str, config: Any) -> int:
-    """How many heads the rows of a weight make, if they are queries or keys."""
-    return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
+def _rotated_heads(name: str, config: Any) -> int:
+    """The number of heads in a query or key weight; 0 for any other."""
+    return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        name.split(".")[-2], 0
+    )
 
 
 def _interleave(weight: Tensor, heads: int) -> Tensor:
-    """llama.cpp rotates neighbours, transformers the two halves of a head: rows i and i + d/2 become 2i and 2i + 1."""
+    """Move rows i and i + d/2 of each head to 2i and 2i + 1.
+
+    llama.cpp rotates neighboring rows, transformers the two halves of a head.
+    """
     return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -189,7 +224,7 @@ def _separate(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _their_name(name: str) -> str:
+def _gguf_name(name: str) -> str:
     stem = name.removesuffix(".weight")
     layer = re.search(r"\.(\d+)\.", stem)
     key = re.sub(r"\.\d+\.", ".{}.", stem, count=1)
@@ -197,68 +232,89 @@ def _their_name(name: str) -> str:
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
-    """A byte-level BPE tokenizer in llama.cpp's terms."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise FarspanError(f"a gguf file carries its tokenizer, and this model has none that can be read; {WAY_OUT}")
-    rules = json.loads(backend.to_str())
-    cuts = _cuts(rules)
-    if rules["model"]["type"] != "BPE" or cuts not in CUTS or rules.get("normalizer"):
-        raise FarspanError(
-            f"farspan writes byte-level BPE tokenizers as gguf, and this one is {rules['model']['type']} with cuts by "
-            f"{', '.join(cuts) or 'nothing'}; use --format stock and llama.cpp's own converter"
-        )
-    ids = tokenizer.get_vocab()
-    if max(ids.values()) >= size:
-        raise FarspanError("the tokenizer knows more tokens than the model; give the model its own tokenizer")
-    tokens, kinds = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
-    for token, index in ids.items():
-        tokens[index], kinds[index] = token, NORMAL
-    for added in rules["added_tokens"]:
-        kinds[added["id"]] = CONTROL if added["special"] else USER
-    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in rules["model"]["merges"])
-    special = {
-        f"ggml.{key}_token_id": getattr(tokenizer, f"{name}_token_id")
-        for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))
-        if getattr(tokenizer, f"{name}_token_id") is not None
-    }
-    return {
+    """A byte-level BPE tokenizer as llama.cpp's metadata."""
+    rules, pre_tokenizers = _tokenizer_rules(tokenizer)
+    tokens, types = _tokens_and_types(tokenizer.get_vocab(), rules["added_tokens"], size)
+    pairs = (
+        pair.split(" ") if isinstance(pair, str) else pair for pair in rules["model"]["merges"]
+    )
+    metadata = {
         "ggml.model": "gpt2",
-        "ggml.pre": CUTS[cuts],
+        "ggml.pre": PRE_TOKENIZERS[pre_tokenizers],
         "ggml.tokens": tokens,
-        "ggml.token_type": kinds,
+        "ggml.token_type": types,
         "ggml.merges": [" ".join(pair) for pair in pairs],
         "ggml.add_bos_token": tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id,
         "ggml.add_space_prefix": False,
-        **special,
-        **({"chat_template": tokenizer.chat_template} if getattr(tokenizer, "chat_template", None) else {}),
     }
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+        if (token_id := getattr(tokenizer, f"{name}_token_id")) is not None:
+            metadata[f"ggml.{key}_token_id"] = token_id
+    if template := getattr(tokenizer, "chat_template", None):
+        metadata["chat_template"] = template
+    return metadata
 
 
-def _cuts(rules: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of a tokenizer's cuts, in order; one that is not as llama.cpp has it is named with its settings."""
-    usual = {
+def _tokenizer_rules(tokenizer: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The rules of a byte-level BPE tokenizer and its pre-tokenizers; raise for any other."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise FarspanError(
+            "a gguf file contains its tokenizer, and this model has none that can be read; "
+            f"{WAY_OUT}"
+        )
+    rules = json.loads(backend.to_str())
+    names = _pre_tokenizer_names(rules)
+    if rules["model"]["type"] != "BPE" or names not in PRE_TOKENIZERS or rules.get("normalizer"):
+        raise FarspanError(
+            "farspan writes only byte-level BPE tokenizers as gguf, and this one is "
+            f"{rules['model']['type']} with the pre-tokenizers {', '.join(names) or 'none'}; "
+            "use --format stock and llama.cpp's own converter"
+        )
+    return rules, names
+
+
+def _tokens_and_types(
+    ids: Mapping[str, int], added_tokens: Sequence[Mapping[str, Any]], size: int
+) -> tuple[list[str], list[int]]:
+    """All tokens by id and their llama.cpp types; ids without a token are marked as unused."""
+    if max(ids.values()) >= size:
+        raise FarspanError(
+            "the tokenizer has more tokens than the model; use the model's own tokenizer"
+        )
+    tokens, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
+    for token, index in ids.items():
+        tokens[index], types[index] = token, NORMAL
+    for added in added_tokens:
+        types[added["id"]] = CONTROL if added["special"] else USER
+    return tokens, types
+
+
+def _pre_tokenizer_names(rules: Mapping[str, Any]) -> tuple[str, ...]:
+    """The types of the pre-tokenizers in order; one with other settings than llama.cpp's is given
+    in full."""
+    supported = {
         "Digits": {"individual_digits": True},
         "ByteLevel": {"add_prefix_space": False, "use_regex": True},
     }
-    cut = rules.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
-    found = []
-    for part in cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]:
-        kind = part["type"]
-        wanted = usual.get(kind, {})
-        found.append(kind if all(part.get(key, value) == value for key, value in wanted.items()) else str(part))
-    return tuple(found)
+    outer = rules.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
+    names = []
+    for part in outer["pretokenizers"] if outer["type"] == "Sequence" else [outer]:
+        settings = supported.get(part["type"], {})
+        matches = all(part.get(key, value) == value for key, value in settings.items())
+        names.append(part["type"] if matches else str(part))
+    return tuple(names)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
-    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+    types = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{types[type(value)]}")(key, value)
 
 
 def _add_tensor(writer: Any, name: str, weight: Tensor) -> None:
     from gguf import GGMLQuantizationType
 
-    if weight.ndim == 1 or weight.dtype == torch.float32:  # llama.cpp wants norms in float32
+    if weight.ndim == 1 or weight.dtype == torch.float32:  # llama.cpp expects norms in float32
         writer.add_tensor(name, weight.float().contiguous().numpy())
     elif weight.dtype == torch.float16:
         writer.add_tensor(name, weight.contiguous().numpy())
@@ -268,8 +324,10 @@ def _add_tensor(writer: Any, name: str, weight: Tensor) -> None:
 
 
 def read_gguf(file: Path, tokenizer: Any) -> PreTrainedModel:
-    """The stock model that a file of ours says it is, in float32, from nothing but the file; and the tokenizer that it
-    holds must be this one."""
+    """The stock model that a gguf file of ours describes, in float32, built from the file alone.
+
+    The file must contain this tokenizer.
+    """
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -277,43 +335,52 @@ def read_gguf(file: Path, tokenizer: Any) -> PreTrainedModel:
     fields = {key: field.contents() for key, field in reader.fields.items()}
     for key, value in _vocabulary(tokenizer, len(fields["tokenizer.ggml.tokens"])).items():
         if fields.get(f"tokenizer.{key}") != value:
-            raise ProofError(f"the tokenizer's {key} reads otherwise than it was written, so nothing was written")
+            raise ProofError(
+                f"the tokenizer's {key} in {file.name} differs from the model's, so nothing was "
+                "written; use --format stock"
+            )
     architecture = fields["general.architecture"]
-    own = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
+    metadata = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
     tensors = {
-        tensor.name: torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()) for tensor in reader.tensors
+        tensor.name: torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in reader.tensors
     }
-    config = _config(own, architecture, tied="output.weight" not in tensors)
+    config = _config(metadata, architecture, tied="output.weight" not in tensors)
     model = (LlamaForCausalLM if architecture == "llama" else SmolLM3ForCausalLM)(config)
     weights = {}
     for name in model.state_dict():
         tied = name == "lm_head.weight" and config.tie_word_embeddings
-        weight = tensors["token_embd.weight" if tied else _their_name(name)]
-        heads = _turned(name, config)
+        weight = tensors["token_embd.weight" if tied else _gguf_name(name)]
+        heads = _rotated_heads(name, config)
         weights[name] = _separate(weight, heads) if heads and architecture != "granite" else weight
     model.load_state_dict(weights)
     if architecture == "granite":
         for layer in model.model.layers:
-            layer.self_attn.scaling = own["attention.scale"]
+            layer.self_attn.scaling = metadata["attention.scale"]
     return model.eval()
 
 
-def _config(own: Mapping[str, Any], architecture: str, tied: bool) -> LlamaConfig | SmolLM3Config:
-    rope = {"rope_type": own.get("rope.scaling.type", "default"), "rope_theta": own.get("rope.freq_base", 10_000.0)}
-    if "rope.scaling.factor" in own:
-        rope["factor"] = own["rope.scaling.factor"]
-    if "rope.scaling.original_context_length" in own:
-        rope["original_max_position_embeddings"] = own["rope.scaling.original_context_length"]
+def _config(
+    metadata: Mapping[str, Any], architecture: str, tied: bool
+) -> LlamaConfig | SmolLM3Config:
+    rope = {
+        "rope_type": metadata.get("rope.scaling.type", "default"),
+        "rope_theta": metadata.get("rope.freq_base", 10_000.0),
+    }
+    if "rope.scaling.factor" in metadata:
+        rope["factor"] = metadata["rope.scaling.factor"]
+    if "rope.scaling.original_context_length" in metadata:
+        rope["original_max_position_embeddings"] = metadata["rope.scaling.original_context_length"]
     shape = dict(
-        vocab_size=own["vocab_size"],
-        max_position_embeddings=own["context_length"],
-        hidden_size=own["embedding_length"],
-        num_hidden_layers=own["block_count"],
-        intermediate_size=own["feed_forward_length"],
-        num_attention_heads=own["attention.head_count"],
-        num_key_value_heads=own["attention.head_count_kv"],
-        head_dim=own["attention.key_length"],
-        rms_norm_eps=own["attention.layer_norm_rms_epsilon"],
+        vocab_size=metadata["vocab_size"],
+        max_position_embeddings=metadata["context_length"],
+        hidden_size=metadata["embedding_length"],
+        num_hidden_layers=metadata["block_count"],
+        intermediate_size=metadata["feed_forward_length"],
+        num_attention_heads=metadata["attention.head_count"],
+        num_key_value_heads=metadata["attention.head_count_kv"],
+        head_dim=metadata["attention.key_length"],
+        rms_norm_eps=metadata["attention.layer_norm_rms_epsilon"],
         tie_word_embeddings=tied,
         rope_parameters=rope,
         pad_token_id=None,
@@ -322,8 +389,8 @@ def _config(own: Mapping[str, Any], architecture: str, tied: bool) -> LlamaConfi
     )
     if architecture == "llama":
         return LlamaConfig(**shape)
-    layers = range(own["block_count"])
-    rotates = own.get("rope.scaling.finetuned", True)
+    layers = range(metadata["block_count"])
+    rotates = metadata.get("rope.scaling.finetuned", True)
     return SmolLM3Config(
         **shape,
         no_rope_layers=[int(rotates and (layer + 1) % 4 != 0) for layer in layers],

@@ -1,7 +1,7 @@
-"""Model and patch in one folder that goes anywhere: the base model inside, what changes it beside.
+"""Model and patch in one self-contained folder: the base model inside, the patch beside it.
 
-The config at the top names a type that stock transformers does not know, so that it refuses the folder: read as its
-base model alone it would run, and be another model.
+The top-level config names a model type that stock transformers does not know, so that it refuses
+the folder instead of running the base model without its patch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from farspan.loading import BASE, quiet
 MODEL_TYPE = "farspan-patched"
 
 
-def write_live(base: PreTrainedModel, patch: Patch, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Fill a folder with the base model, as it is without the patch, and the patch; `farspan.load` reads it."""
+def write_live(
+    base: PreTrainedModel, patch: Patch, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> None:
+    """Write the unpatched base model and the patch into a folder that `farspan.load` reads."""
     save_model(base, tokenizer, folder / BASE)
-    # The model inside was saved as it was read, so its config says its position itself.
+    # The saved base model has the position that it was loaded with in its config.
     replace(patch, position=None).write_into(folder)
-    write_json(folder / "config.json", {"model_type": MODEL_TYPE, "base": BASE, "patch": "patch.json"})
+    write_json(
+        folder / "config.json", {"model_type": MODEL_TYPE, "base": BASE, "patch": "patch.json"}
+    )
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """A model folder with its tokenizer, without a word from transformers."""
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> None:
+    """Save a model and its tokenizer without output from transformers."""
     with quiet():
         model.save_pretrained(folder)
         if tokenizer is not None:

@@ -1,7 +1,7 @@
 """Constant per-head scales as an adapter that stock peft loads, merges and serves.
 
-IA3 multiplies the outputs of a linear layer by a vector. With each head's scale repeated over the rows that make its
-queries, and 1 elsewhere, that is the scale itself: no approximation, and a few kilobytes beside the base model.
+IA3 multiplies the outputs of a linear layer by a vector. With each head's scale repeated over the
+rows that produce its queries, and 1 elsewhere, the adapter is exact, and a few kilobytes in size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from farspan.loading import quiet
 
 
 def write_peft(model: PreTrainedModel, patch: Patch, folder: Path) -> None:
-    """Fill a folder with the adapter for a base model that is off the seam."""
+    """Write the adapter for a base model that is not on the seam."""
     from safetensors.torch import save_file
 
     if importlib.util.find_spec("peft") is None:
-        raise FarspanError("an adapter is proven by loading it with peft; install it with pip install 'farspan[peft]'")
+        raise FarspanError(
+            "proving an adapter needs peft; install it with pip install 'farspan[peft]'"
+        )
     vectors = ia3_vectors(model, patch)
     save_file(
         {f"base_model.model.{name}.ia3_l": vector for name, vector in vectors.items()},
@@ -50,50 +52,63 @@ def write_peft(model: PreTrainedModel, patch: Patch, folder: Path) -> None:
 
 
 def ia3_vectors(model: PreTrainedModel, patch: Patch) -> dict[str, Tensor]:
-    """For each linear layer that the adapter reaches, by its name in the model: what multiplies its outputs, [out, 1].
+    """The factors [out, 1] of the outputs of every linear layer that the adapter targets, by name.
 
-    peft finds layers by the ends of their names, so those without a scale get ones.
+    peft selects layers by the last part of their names, so layers without scales get ones.
     """
     scales = patch.scales
     if scales is None or patch.rope is not None or patch.weights is not None:
-        what = "rope parameters" if patch.rope is not None else "tuned weights" if patch.weights else "no scales"
-        raise FarspanError(f"the patch holds {what}, and an IA3 adapter holds scales alone; use --format stock or live")
+        if patch.rope is not None:
+            content = "rope parameters"
+        else:
+            content = "tuned weights" if patch.weights else "no scales"
+        raise FarspanError(
+            f"the patch holds {content}, and an IA3 adapter can hold only scales; "
+            "use --format stock or live"
+        )
     if not scales.constant:
         raise FarspanError(
-            f"scales with basis {scales.basis!r} grow with the context and an adapter is constant; use --format live"
+            f"scales with basis {scales.basis!r} grow with the context and an adapter is constant; "
+            "use --format live"
         )
     modules = {call.layer: call.module for call in seam.attention_calls(model)}
     vectors: dict[nn.Module, Tensor] = {}
-    for (layer, site), scale in zip(find_sites(model, scales).items(), scales.base.detach(), strict=True):
+    for (layer, site), scale in zip(
+        find_sites(model, scales).items(), scales.base.detach(), strict=True
+    ):
         if isinstance(site, str):
-            raise FarspanError(f"the scales of layer {layer} fit no adapter: {site}; use --format live")
+            raise FarspanError(
+                f"the scales of layer {layer} cannot be an adapter: {site}; use --format live"
+            )
         linear = _checked_linear(modules[layer].get_submodule(site.name), site, layer)
         vectors[linear] = site.scaled("weight", torch.ones(linear.out_features, 1), scale.cpu())
-    ends = {name.rpartition(".")[2] for name, module in model.named_modules() if module in vectors}
+    targets = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if module in vectors
+    }
     return {
         name: vectors.get(module, torch.ones(module.out_features, 1))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in ends
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
     }
 
 
 def _checked_linear(module: nn.Module, site: Site, layer: int) -> nn.Linear:
     if not isinstance(module, nn.Linear) or site.rule != "times" or site.owners["weight"][0] != 0:
         raise FarspanError(
-            f"the scales of layer {layer} go into {site.name}, a {type(module).__name__}, and IA3 reaches rows of "
-            "linear layers alone; use --format folded"
+            f"the scales of layer {layer} go into {site.name}, a {type(module).__name__}, and IA3 "
+            "scales only rows of linear layers; use --format folded"
         )
     heads = site.owners["weight"][1]
     if bool((heads < 0).any()):
         raise FarspanError(
-            f"layer {layer} makes queries, keys and values in one {site.name}, and the adapter is for a query "
-            "projection of its own; use --format folded"
+            f"layer {layer} computes queries, keys and values in one {site.name}, and the adapter "
+            "needs a separate query projection; use --format folded"
         )
     return module
 
 
 def read_peft(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The base model with the adapter, as stock peft makes it, merged."""
+    """The base model with the adapter loaded and merged by stock peft."""
     from peft import PeftModel
 
     with quiet():

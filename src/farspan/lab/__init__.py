@@ -1,1 +1,1 @@
-"""The laboratory: which position encoding generalises to longer inputs? Small tasks whose answers can be computed."""
+"""The lab: synthetic tasks that measure how position encodings generalize to longer inputs."""

@@ -1,11 +1,12 @@
-"""How alike do two models attend, and what do their heads do?
+"""Compare the attention of two models head by head, and measure what each head does.
 
-Two models read the same tokens. For each layer, every head of the one is compared with every head of the other by the
-Jensen–Shannon divergence of what they attend to, averaged over the positions: from 0, the same, to ln 2, nothing in
-common. Probabilities exist for a few rows at a time, so that real text fits.
+Two models read the same tokens. In each layer, every head of one model is compared with every head
+of the other by the Jensen–Shannon divergence of their attention, averaged over positions: 0 for
+identical attention, ln 2 for attention to disjoint tokens. Attention probabilities are computed a
+few rows at a time, so that long texts fit in memory.
 
-Paper B's released code gives another number, which `legacy` names: ½[KL(m‖p) + KL(m‖q)], with no upper bound, over the
-pairs of heads i < j alone.
+The code released with Kazemnejad 2023 computes a different number, kept here as `legacy`:
+½[KL(m‖p) + KL(m‖q)], which has no upper bound, over the pairs of heads i < j only.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.entropy import Scores
+from farspan.attention.scores import Scores
+from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
-from farspan.memory import in_pieces
 from farspan.model.loss import token_losses
 
-BUDGET = 1 << 24  # numbers held at once
-Rule = Callable[[Tensor, Tensor], Tensor]
+BUDGET = 1 << 24  # attention probabilities in memory at once
+DistanceRule = Callable[[Tensor, Tensor], Tensor]
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -38,26 +39,26 @@ def jsd(p: Tensor, q: Tensor) -> Tensor:
 
 
 def legacy(p: Tensor, q: Tensor) -> Tensor:
-    """½[KL(m‖p) + KL(m‖q)] with m = ½p + ½q: the divergence of Jensen and Shannon the wrong way round."""
-    tiny = torch.finfo(p.dtype).tiny  # what no float can hold counts as the smallest that it can
+    """½[KL(m‖p) + KL(m‖q)] with m = ½p + ½q: Jensen–Shannon with its arguments swapped."""
+    tiny = torch.finfo(p.dtype).tiny  # stands for probabilities that underflow to 0
     m = (p + q) / 2
     logs = (p.clamp(min=tiny).log() + q.clamp(min=tiny).log()) / 2
     return -entropy(m) - (m * logs).sum(-1)
 
 
-RULES: dict[str, Rule] = {"jsd": jsd, "legacy": legacy}
+RULES: dict[str, DistanceRule] = {"jsd": jsd, "legacy": legacy}
 
 
 @dataclass(frozen=True, eq=False)
 class Distance:
-    """Between two models: every head of a layer of the one with every head of that layer of the other."""
+    """The attention distance between two models, for every pair of heads in every layer."""
 
     pairs: np.ndarray  # [layers, heads, heads'] nats
     rule: str = "jsd"
 
     @property
     def nearest(self) -> np.ndarray:
-        """Of the two heads that are most alike, [layers]; the legacy rule looks at pairs i < j alone."""
+        """The smallest distance over pairs of heads, [layers]; `legacy` uses pairs i < j only."""
         pairs = self.pairs
         if self.rule == "legacy":
             pairs = np.where(np.triu(np.ones(pairs.shape[1:], dtype=bool), 1), pairs, np.inf)
@@ -65,17 +66,32 @@ class Distance:
 
     @property
     def matched(self) -> np.ndarray:
-        """The mean over heads when each is matched with another one's so that the sum is least, [layers]."""
+        """The mean distance under the best one-to-one matching of heads, [layers]."""
         from scipy.optimize import linear_sum_assignment
 
         return np.array([table[linear_sum_assignment(table)].mean() for table in self.pairs])
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionComparison:
+    """The attention of several models on the same tokens."""
+
+    models: list[str]
+    tokens: int
+    pairs: dict[tuple[int, int], Distance]  # by the indices of two models
+    mass: list[np.ndarray]  # for each model, [layers, heads, distances]
+    ablations: list[np.ndarray]  # for each model, [layers, heads] in nats per token
+
+
 @torch.no_grad()
 def distances(
-    models: Sequence[PreTrainedModel], batches: Sequence[Tensor], *, rule: str = "jsd", budget: int = BUDGET
+    models: Sequence[PreTrainedModel],
+    batches: Sequence[Tensor],
+    *,
+    rule: str = "jsd",
+    budget: int = BUDGET,
 ) -> dict[tuple[int, int], Distance]:
-    """The distance between every two of the models, by their numbers, over batches of tokens [B, T].
+    """The distance between every two models, by their indices, over batches of tokens [B, T].
 
     >>> distances([nope, t5], [ids])[0, 1].nearest
     """
@@ -83,99 +99,116 @@ def distances(
     sums = dict.fromkeys(pairs, torch.zeros((), dtype=torch.float64))
     positions = 0
     for ids in batches:
-        seen = [attention(model, ids) for model in models]
-        _check_alike(seen, rule)
+        scores = [attention_scores(model, ids) for model in models]
+        _check_comparable(scores, rule)
         for one, other in pairs:
-            found = torch.stack(
-                [_head_pairs(p, q, RULES[rule], budget) for p, q in zip(seen[one], seen[other], strict=True)]
-            )
-            sums[one, other] = sums[one, other] + found
+            layers = [
+                _sum_head_pairs(p, q, RULES[rule], budget)
+                for p, q in zip(scores[one], scores[other], strict=True)
+            ]
+            sums[one, other] = sums[one, other] + torch.stack(layers)
         positions += ids.numel()
     return {pair: Distance((total / positions).numpy(), rule) for pair, total in sums.items()}
 
 
-def attention(model: PreTrainedModel, ids: Tensor) -> list[Scores]:
-    """What each layer attends by, on tokens [B, T]: scores that can be computed for any rows."""
+def attention_scores(model: PreTrainedModel, ids: Tensor) -> list[Scores]:
+    """The attention scores of each layer on tokens [B, T], to be computed for any rows."""
     calls: list[seam.Call] = []
-    with seam.observing(model, calls.append), seam.evaluating(model):
+    with seam.observing(model, calls.append), seam.eval_mode(model):
         model(input_ids=ids.to(model.device), use_cache=False)
-    return [Scores.of(call) for call in calls]
+    return [Scores.from_call(call) for call in calls]
 
 
-def weights(scores: Scores, start: int, stop: int) -> Tensor:
-    """The attention of query rows start:stop, [B, H, rows, stop] float32: no row looks beyond the last of them."""
+def attention_weights(scores: Scores, start: int, stop: int) -> Tensor:
+    """The attention of query rows start:stop, [B, H, rows, stop] float32. Later keys are masked."""
     return scores.rows(start, stop, 1, torch.float32).softmax(-1)[..., :stop]
 
 
-def _check_alike(seen: Sequence[Sequence[Scores]], rule: str) -> None:
-    depths = sorted({len(layers) for layers in seen})
+def _check_comparable(scores: Sequence[Sequence[Scores]], rule: str) -> None:
+    depths = sorted({len(layers) for layers in scores})
     if len(depths) > 1:
         raise FarspanError(
-            f"models of {' and '.join(map(str, depths))} attention layers cannot be compared layer by layer; "
-            "give models of one depth"
+            f"models of {' and '.join(map(str, depths))} attention layers cannot be compared layer "
+            "by layer; choose models of equal depth"
         )
-    if rule == "legacy" and any(scores.q.shape[1] == 1 for layers in seen for scores in layers):
-        raise FarspanError("the legacy rule compares heads i < j, and a model here has one head; leave that rule out")
+    if rule == "legacy" and any(layer.q.shape[1] == 1 for layers in scores for layer in layers):
+        raise FarspanError(
+            "the legacy rule compares heads i < j, but one of the models has a single head; "
+            "use the rule jsd"
+        )
 
 
-def _head_pairs(one: Scores, other: Scores, rule: Rule, budget: int) -> Tensor:
+def _sum_head_pairs(one: Scores, other: Scores, rule: DistanceRule, budget: int) -> Tensor:
     """[H, H'] of two layers, summed over batch and positions, float64 on the CPU."""
     batch, heads, queries, _ = one.q.shape
     total = torch.zeros(heads, other.q.shape[1], dtype=torch.float64)
 
-    def some_rows(start: int, stop: int) -> None:
+    def add_rows(start: int, stop: int) -> None:
         nonlocal total
-        p, q = weights(one, start, stop), weights(other, start, stop).to(one.q.device)
-        found = rule(p[:, :, None], q[:, None])  # [B, H, H', rows]
-        total = total + found.sum((0, 3), dtype=torch.float64).cpu()
+        p = attention_weights(one, start, stop)
+        q = attention_weights(other, start, stop).to(one.q.device)
+        divergence = rule(p[:, :, None], q[:, None])  # [B, H, H', rows]
+        total = total + divergence.sum((0, 3), dtype=torch.float64).cpu()
 
-    in_pieces(queries, max(1, budget // (batch * total.numel() * queries)), some_rows)
+    run_in_batches(queries, max(1, budget // (batch * total.numel() * queries)), add_rows)
     return total
 
 
 @torch.no_grad()
-def mass_by_distance(model: PreTrainedModel, batches: Sequence[Tensor], *, budget: int = BUDGET) -> np.ndarray:
-    """How much attention goes so many tokens back, [layers, heads, T]: 0 is the token itself. The mean over the queries
-    that can look back that far."""
+def mass_by_distance(
+    model: PreTrainedModel, batches: Sequence[Tensor], *, budget: int = BUDGET
+) -> np.ndarray:
+    """Attention mass by distance in tokens, [layers, heads, T]; distance 0 is the token itself.
+
+    The mean is over the queries that have a key at that distance.
+    """
     longest = max(ids.shape[1] for ids in batches)
     total = queries = torch.zeros(longest, dtype=torch.float64)
     for ids in batches:
-        total = total + torch.stack([_mass(scores, longest, budget) for scores in attention(model, ids)])
+        layers = [_sum_mass(scores, longest, budget) for scores in attention_scores(model, ids)]
+        total = total + torch.stack(layers)
         queries = queries + len(ids) * (ids.shape[1] - torch.arange(longest)).clamp(min=0)
     return (total / queries).numpy()
 
 
-def _mass(scores: Scores, longest: int, budget: int) -> Tensor:
+def _sum_mass(scores: Scores, longest: int, budget: int) -> Tensor:
     batch, heads, queries, _ = scores.q.shape
     total = torch.zeros(heads, longest, dtype=torch.float64, device=scores.q.device)
 
-    def some_rows(start: int, stop: int) -> None:
-        p = weights(scores, start, stop).sum(0).double()  # [H, rows, keys]
-        back = torch.arange(start, stop, device=p.device)[:, None] - torch.arange(p.shape[-1], device=p.device)
+    def add_rows(start: int, stop: int) -> None:
+        p = attention_weights(scores, start, stop).sum(0).double()  # [H, rows, keys]
+        rows, keys = (
+            torch.arange(start, stop, device=p.device),
+            torch.arange(p.shape[-1], device=p.device),
+        )
+        back = rows[:, None] - keys
         total.index_add_(1, back.clamp(min=0).flatten(), (p * (back >= 0)).flatten(1))
 
-    in_pieces(queries, max(1, budget // (batch * heads * queries)), some_rows)
+    run_in_batches(queries, max(1, budget // (batch * heads * queries)), add_rows)
     return total.cpu()
 
 
 def ablation(model: PreTrainedModel, batches: Sequence[Tensor], *, layers: int = 4) -> np.ndarray:
-    """How much the loss rises when one head says nothing, nats a token [layers, heads], for the first layers."""
+    """How much the loss rises when one head outputs zeros, in nats per token [layers, heads].
+
+    Only the first `layers` layers are ablated.
+    """
     calls = seam.attention_calls(model)[:layers]
-    whole = _mean_loss(model, batches)
-    found = np.zeros((len(calls), calls[0].q.shape[1]))
+    baseline = _mean_loss(model, batches)
+    increases = np.zeros((len(calls), calls[0].q.shape[1]))
     for row, call in enumerate(calls):
-        for head in range(found.shape[1]):
-            with seam.using(model, _silencing(call.module, head)):
-                found[row, head] = _mean_loss(model, batches) - whole
-    return found
+        for head in range(increases.shape[1]):
+            with seam.using(model, _zero_head(call.module, head)):
+                increases[row, head] = _mean_loss(model, batches) - baseline
+    return increases
 
 
-def _silencing(silenced: torch.nn.Module, head: int) -> seam.Backend:
-    """The model's own attention, but for one head of one module, which gives zeros."""
+def _zero_head(ablated: torch.nn.Module, head: int) -> seam.Backend:
+    """The model's own attention, except that one head of one module outputs zeros."""
 
     def attend(module, *arguments, **options):
-        output, probabilities = seam.own_backend(module)(module, *arguments, **options)
-        if module is silenced:
+        output, probabilities = seam.default_backend(module)(module, *arguments, **options)
+        if module is ablated:
             output = output.clone()
             output[:, :, head] = 0  # [B, Q, H, D]
         return output, probabilities
@@ -184,6 +217,6 @@ def _silencing(silenced: torch.nn.Module, head: int) -> seam.Backend:
 
 
 def _mean_loss(model: PreTrainedModel, batches: Sequence[Tensor]) -> float:
-    with seam.evaluating(model):
+    with seam.eval_mode(model):
         losses = [token_losses(model, ids.to(model.device)) for ids in batches]
     return float(sum(part.double().sum() for part in losses) / sum(part.numel() for part in losses))

@@ -1,4 +1,4 @@
-"""PCFG SET: ten string functions in prefix notation, an interpreter, and a generator by number of functions."""
+"""PCFG SET: ten string functions in prefix notation, with an interpreter and a generator."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _UNARY, _BINARY = tuple(UNARY), tuple(BINARY)
 VOCABULARY = (*UNARY, *BINARY, ",", *SYMBOLS)
 ARGUMENT = (2, 5)  # symbols in one string
 LONGEST_INPUT = 71  # words, as in the released data
-LONGEST_OUTPUT = 128  # words; of the released examples 31 in 115,166 have more
-BINARY_SHARE = 0.4  # of functions, as in the released data, unless so many would make the input too long
-PATIENCE = 5_000  # draws too long, before fewer binary functions are asked for; 35 functions take about a hundred
+LONGEST_OUTPUT = 128  # words; 31 of the 115,166 released examples have more
+BINARY_SHARE = 0.4  # of functions, as in the released data; less where the input gets too long
+PATIENCE = 5_000  # rejected draws before BINARY_SHARE is halved; 35 functions need about a hundred
 
 
 def evaluate(text: str) -> Symbols:
-    """The string that an expression stands for.
+    """The value of an expression.
 
     >>> evaluate("append swap_first_last A1 B2 C3 , echo D4")
     ('C3', 'B2', 'A1', 'D4', 'D4')
@@ -47,10 +47,12 @@ def evaluate(text: str) -> Symbols:
         value, end = _value(next(words), words)
     except (StopIteration, ValueError):
         raise FarspanError(
-            f"{text!r} is no expression of PCFG SET: a string is missing; write f x or f x , y"
+            f"{text!r} is not an expression of PCFG SET: a string is missing; write f x or f x , y"
         ) from None
     if end:
-        raise FarspanError(f"{text!r} is no expression of PCFG SET: {end!r} is left over; write f x or f x , y")
+        raise FarspanError(
+            f"{text!r} is not an expression of PCFG SET: {end!r} is left over; write f x or f x , y"
+        )
     return value
 
 
@@ -73,11 +75,11 @@ def _value(word: str, words: Iterator[str]) -> tuple[Symbols, str]:
 
 
 def expression(functions: int, rng: np.random.Generator) -> tuple[str, Symbols]:
-    """An expression with that many functions and its value, neither longer than released ones are."""
+    """A random expression with that many functions, and its value, within the released lengths."""
     if not 1 <= functions <= LONGEST_INPUT - ARGUMENT[0]:
         raise FarspanError(
-            f"an expression of {functions} functions has no room in {LONGEST_INPUT} words; "
-            f"ask for 1 to {LONGEST_INPUT - ARGUMENT[0]}"
+            f"an expression of {functions} functions does not fit in {LONGEST_INPUT} words; "
+            f"choose 1 to {LONGEST_INPUT - ARGUMENT[0]}"
         )
     tries = 0
     while True:
@@ -93,10 +95,10 @@ def expression(functions: int, rng: np.random.Generator) -> tuple[str, Symbols]:
 
 
 def _shape(unary: int, binary: int, rng: np.random.Generator) -> list[int]:
-    """The arities of a tree in prefix order, all trees equally likely.
+    """The arities of a random tree in prefix order, all trees equally likely.
 
-    Of the rotations of a shuffled sequence exactly one is a tree (the cycle lemma): the one that begins after the first
-    lowest point of the running sum of arity − 1.
+    Exactly one rotation of a shuffled sequence is a tree (the cycle lemma): the one that begins
+    after the first minimum of the running sum of arity − 1.
     """
     arities = rng.permutation([1] * unary + [2] * binary + [0] * (binary + 1))
     start = int(np.cumsum(arities - 1).argmin()) + 1
@@ -104,7 +106,7 @@ def _shape(unary: int, binary: int, rng: np.random.Generator) -> list[int]:
 
 
 def _write(shape: list[int], sizes: list[int], rng: np.random.Generator) -> list[str]:
-    """The words of an expression of that shape, with random functions, over random strings of these sizes."""
+    """The words of an expression of that shape: random functions, random strings of these sizes."""
     arities, lengths = iter(shape), iter(sizes)
     unary = iter(rng.integers(len(UNARY), size=shape.count(1)).tolist())
     binary = iter(rng.integers(len(BINARY), size=shape.count(2)).tolist())

@@ -1,6 +1,6 @@
-"""SCAN: navigation commands and the actions they mean, as a grammar and an interpreter.
+"""SCAN: navigation commands and their actions, as a grammar and an interpreter.
 
-The grammar is small enough to be written out, so the whole language is known: 20,910 commands.
+The grammar is small enough to enumerate: the whole language has 20,910 commands.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _repeated() -> Iterator[tuple[str, ...]]:
 
 
 def _phrases() -> Iterator[tuple[str, ...]]:
-    """A verb alone, or a verb (or `turn`) with a direction."""
+    """A verb, or a verb (or `turn`) with a direction."""
     yield from ((verb,) for verb in VERBS)
     for verb, manner, side in product((*VERBS, "turn"), ((), ("opposite",), ("around",)), SIDES):
         yield (verb, *manner, side)
 
 
 def actions(command: str) -> tuple[str, ...]:
-    """What a command makes one do.
+    """The actions of a command.
 
     >>> actions("jump left after walk twice")
     ('I_WALK', 'I_WALK', 'I_TURN_LEFT', 'I_JUMP')
@@ -53,7 +53,7 @@ def actions(command: str) -> tuple[str, ...]:
         return actions(first) + actions(second)
     if words[-1] in TIMES:
         return actions(" ".join(words[:-1])) * TIMES[words[-1]]
-    verb = VERBS.get(words[0], ())  # `turn` alone does nothing: its direction does
+    verb = VERBS.get(words[0], ())  # `turn` has no action besides its direction
     if len(words) == 1:
         return verb
     side = (SIDES[words[-1]],)

@@ -1,7 +1,8 @@
-"""A laboratory study: which models are trained on what, and what they then know.
+"""A lab study: which models are trained on which tasks, and how they are evaluated.
 
-A study is a grid of cells, and a cell is one model: a task, an encoding, a size, a scratchpad, a learning rate and a
-seed. It is judged by exact match, length by length, inside the range that it was trained on and beyond.
+A study is a grid of cells, and a cell is one model: a task, an encoding, a size, a scratchpad, a
+learning rate and a seed. It is evaluated by exact match, length by length, within the train lengths
+and beyond.
 """
 
 from __future__ import annotations
@@ -17,35 +18,42 @@ from typing import Any
 import numpy as np
 import torch
 
-from farspan.cells import key_of
-from farspan.errors import FarspanError, nearest
-from farspan.lab.fleet import Fleet, Rows, tells, wide
-from farspan.lab.lesson import Plan
+from farspan.cells import cell_key
+from farspan.errors import FarspanError, suggest
+from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
+from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.scratchpad import parse_parts
-from farspan.lab.tasks import Example, Range, draw, find_task, splits
-from farspan.lab.words import Words
+from farspan.lab.tasks import (
+    Example,
+    Range,
+    draw_examples,
+    find_task,
+    make_splits,
+    no_examples,
+)
+from farspan.lab.tokenizer import WordTokenizer
 from farspan.model.config import FarspanConfig
 from farspan.model.transformer import FarspanForCausalLM, zero_outputs
 
-# The laboratory's names -> position of the network, and the share of each head that turns.
+# Encoding -> the network's position setting, and the fraction of each head that is rotated.
 ENCODINGS: dict[str, tuple[str, float]] = {
     "none": ("none", 1.0),
     "t5": ("t5", 1.0),
     "alibi": ("alibi", 1.0),
     "rotary": ("rope", 1.0),
-    "rotary-quarter": ("rope", 0.25),  # what paper B's code trained as rotary
-    "sinusoidal": ("sinusoidal", 1.0),  # what paper B calls APE
-    "learned": ("learned", 1.0),  # rows beyond the training length are untrained
+    "rotary-quarter": ("rope", 0.25),  # what Kazemnejad 2023's code trained as rotary
+    "sinusoidal": ("sinusoidal", 1.0),  # called APE in Kazemnejad 2023
+    "learned": ("learned", 1.0),  # rows beyond the train length stay untrained
 }
-SIGHT = 256  # examples by which the length of a task's rows is judged
-NEAR = 1.9  # rows that are so many times longer train in another fleet, for all are padded to the longest
-FORMAT = 4  # of a cell's result
-LONGEST = 10_000
+LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
+MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
+RESULT_FORMAT = 4  # version of a cell's result
+MAX_LENGTH = 10_000
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A network, but for its encoding."""
+class NetworkShape:
+    """The shape of a network, without its encoding."""
 
     layers: int = 6
     width: int = 256
@@ -53,114 +61,140 @@ class Shape:
     ff: int = 1024
     mlp: str = "relu"
     dropout: float = 0.0
-    base_scale: float = 0.0  # multiplies q·k; 0: 1/√(width of a head)
-    zero_outputs: bool = True  # what a layer adds to the stream starts at zero
+    base_scale: float = 0.0  # multiplies q·k; 0: 1/√(head width)
+    zero_outputs: bool = True  # initialize the output projections of each layer with zeros
     rate: float = 1.0  # multiplies the study's learning rates
 
     def check(self, size: str) -> None:
-        """Refuse a network that cannot be built or trained."""
+        """Raise an error for a network that cannot be built or trained."""
         for name in ("layers", "width", "heads", "ff"):
             if getattr(self, name) < 1:
-                raise FarspanError(f"sizes.{size}.{name} is {getattr(self, name)}; give 1 or more")
+                raise FarspanError(
+                    f"sizes.{size}.{name} is {getattr(self, name)}; set it to 1 or more"
+                )
         if self.width % self.heads:
-            raise FarspanError(f"sizes.{size} has a width of {self.width}, which {self.heads} heads do not divide")
+            raise FarspanError(
+                f"sizes.{size} has width {self.width}, which {self.heads} heads do not divide; "
+                "choose a multiple"
+            )
         if not 0 <= self.dropout < 1:
-            raise FarspanError(f"sizes.{size}.dropout is {self.dropout:g}; give a share from 0 to below 1")
+            raise FarspanError(
+                f"sizes.{size}.dropout is {self.dropout:g}; set it to a fraction from 0 to below 1"
+            )
         if not (0 <= self.base_scale < math.inf and 0 < self.rate < math.inf):
             raise FarspanError(
-                f"sizes.{size} has base_scale {self.base_scale:g} and rate {self.rate:g}; give a rate above 0, and a "
-                "scale above 0, or 0 for 1/√(width of a head)"
+                f"sizes.{size} has base_scale {self.base_scale:g} and rate {self.rate:g}; set rate "
+                "above 0, and base_scale above 0, or to 0 for 1/√(head width)"
             )
 
 
 @dataclass(frozen=True)
-class Study:
+class LabStudy:
     """A recipe of `farspan lab run`."""
 
     tasks: tuple[str, ...]
     encodings: tuple[str, ...] = ("none", "t5", "alibi", "rotary", "sinusoidal")
-    seeds: tuple[int, ...] = (0, 1, 2)  # of weights and of the order of examples; the examples are the same
-    lrs: tuple[float, ...] = (1e-3,)  # of several, the held-out examples choose one for a task and encoding
+    seeds: tuple[int, ...] = (0, 1, 2)  # of weights and of the order of examples, not of examples
+    lrs: tuple[float, ...] = (1e-3,)  # held-out examples choose one for each task and encoding
     scratchpads: tuple[str, ...] = ("none",)
-    scales: tuple[float, ...] = ()  # λ̂ on all scores, to be tried on trained models beyond their range
+    scales: tuple[float, ...] = ()  # λ̂ of all attention scores, evaluated beyond the range
     train_examples: int = 100_000
     test_examples: int = 2_000  # in range, and as many beyond
     data_seed: int = 0
-    train_lengths: dict[str, str] = field(default_factory=dict)  # task -> as 2:20; paper B's unless given
+    # By task, where it differs from the task's own range; as 2:20.
+    train_lengths: dict[str, str] = field(default_factory=dict)
     test_lengths: dict[str, str] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)  # task -> where it needs other than train.steps
-    rates: dict[str, float] = field(default_factory=dict)  # task -> times lrs, where it needs others
-    fleet: int = 64  # models at once on a GPU, at most
+    steps: dict[str, int] = field(default_factory=dict)  # by task, where it is not train.steps
+    rates: dict[str, float] = field(default_factory=dict)  # by task, multiplies lrs
+    fleet: int = 64  # maximum number of models trained together on a GPU
     processes: int = 1  # that share the work of a CPU, or of one GPU
-    save: bool = False  # keep every model, as a folder that farspan loads
-    sizes: dict[str, Shape] = field(default_factory=lambda: {"small": Shape()})
-    train: Plan = field(default_factory=lambda: Plan(steps=4000))
+    save: bool = False  # save every model as a folder that farspan loads
+    sizes: dict[str, NetworkShape] = field(default_factory=lambda: {"small": NetworkShape()})
+    train: FleetPlan = field(default_factory=lambda: FleetPlan(steps=4000))
 
     def __post_init__(self):
+        self._check_lists()
+        self._check_numbers()
+        self._check_networks()
+        self._check_tasks()
+
+    def _check_lists(self) -> None:
         for name in ("tasks", "encodings", "seeds", "lrs", "scratchpads", "sizes"):
             if not getattr(self, name):
-                raise FarspanError(f"{name} is empty, and so is the study; name at least one")
+                raise FarspanError(f"{name} is empty, so the study has no models; add at least one")
         for name in ("tasks", "encodings", "seeds", "lrs", "scratchpads", "scales"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise FarspanError(f"{name} names something twice: {list(getattr(self, name))}; name each once")
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise FarspanError(f"{name} has duplicates: {list(values)}; list each value once")
+
+    def _check_numbers(self) -> None:
         if min(self.seeds) < 0:
             raise FarspanError(f"seed {min(self.seeds)} is below 0; choose seeds from 0 on")
         if min(self.scales, default=1.0) <= 0:
             raise FarspanError(f"scale {min(self.scales):g} is not above 0; choose scales near 1")
-        for name, least in (("train_examples", 1), ("test_examples", 2), ("fleet", 1), ("processes", 1)):
-            if getattr(self, name) < least:
-                raise FarspanError(f"{name} is {getattr(self, name)}; give {least} or more")
+        minima = {"train_examples": 1, "test_examples": 2, "fleet": 1, "processes": 1}
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise FarspanError(f"{name} is {getattr(self, name)}; set it to {minimum} or more")
         if not all(0 < lr < math.inf for lr in self.lrs):
-            raise FarspanError(f"lrs are {list(self.lrs)}; give learning rates above 0")
+            raise FarspanError(f"lrs are {list(self.lrs)}; choose learning rates above 0")
+
+    def _check_networks(self) -> None:
         for size, shape in self.sizes.items():
             shape.check(size)
         for encoding in self.encodings:
             if encoding not in ENCODINGS:
-                raise FarspanError(f"encoding {encoding!r} is unknown; {nearest(encoding, ENCODINGS)}")
+                raise FarspanError(
+                    f"encoding {encoding!r} is unknown; {suggest(encoding, ENCODINGS)}"
+                )
         for (size, shape), encoding in itertools.product(self.sizes.items(), self.encodings):
             try:
-                config_of(shape, encoding, Words(), 8, 8)
+                network_config(shape, encoding, WordTokenizer(), 8, 8)
             except FarspanError as error:
-                raise FarspanError(f"sizes.{size} cannot be built with {encoding}: {error}") from None
+                raise FarspanError(
+                    f"sizes.{size} cannot be built with {encoding}: {error}"
+                ) from None
+
+    def _check_tasks(self) -> None:
         for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
             find_task(task)
             parse_parts(scratchpad, task)
         for task, rate in self.rates.items():
             if not 0 < rate < math.inf:
-                raise FarspanError(f"rates.{task} is {rate:g}; give a number above 0, by which lrs are multiplied")
-        named = (self.tasks, self.train_lengths, self.test_lengths, self.steps, self.rates)
-        for task in set().union(*named):  # a misspelt one is found too
-            self._check_lengths(task)
-
-    def _check_lengths(self, task: str) -> None:
-        own = find_task(task)
-        for low, high in self.ranges(task):
-            if not any(own.count(length) for length in range(low, high + 1)):
-                usual = f"{own.train[0]}:{own.train[1]} and tested on {own.test[0]}:{own.test[1]}"
                 raise FarspanError(
-                    f"{task} has no example of {low} to {high} {own.counts}; it is usually trained on {usual}"
+                    f"rates.{task} is {rate:g}, which multiplies lrs; set it to a number above 0"
                 )
+        by_task = (self.train_lengths, self.test_lengths, self.steps, self.rates)
+        for name in set(self.tasks).union(*by_task):  # an unknown task in any of them is an error
+            for low, high in self.ranges(name):
+                if not any(map(find_task(name).count, range(low, high + 1))):
+                    raise FarspanError(no_examples(find_task(name), (low, high)))
 
     def ranges(self, task: str) -> tuple[Range, Range]:
-        """The lengths that a task is trained and tested on."""
-        own = find_task(task)
-        named = (self.train_lengths.get(task), own.train), (self.test_lengths.get(task), own.test)
-        return tuple(parse_range(text) if text else usual for text, usual in named)  # type: ignore[return-value]
+        """The lengths that a task is trained on and tested on."""
+        default = find_task(task)
+        train, test = self.train_lengths.get(task), self.test_lengths.get(task)
+        return (
+            parse_length_range(train) if train else default.train,
+            parse_length_range(test) if test else default.test,
+        )
 
 
-def parse_range(text: str) -> Range:
+def parse_length_range(text: str) -> Range:
     """`2:20` -> (2, 20), both ends included; `7` -> (7, 7)."""
     low, _, high = text.partition(":")
     high = high or low
     if not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high):
-        raise FarspanError(f"{text!r} is no range of lengths; write the shortest and the longest, as 2:20")
-    if int(high) > LONGEST:
-        raise FarspanError(f"length {high} is more than a model of the laboratory reads; ask for at most {LONGEST}")
+        raise FarspanError(
+            f"{text!r} is not a range of lengths; write the shortest and the longest, as in 2:20"
+        )
+    if int(high) > MAX_LENGTH:
+        raise FarspanError(f"length {high} is too long for the lab; choose at most {MAX_LENGTH}")
     return int(low), int(high)
 
 
 @dataclass(frozen=True)
-class Cell:
+class LabCell:
     """One model of a study."""
 
     task: str
@@ -172,52 +206,61 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.task}.{self.encoding}.{self.size}.{self.scratchpad}.lr{self.lr:g}.s{self.seed}"
+        return (
+            f"{self.task}.{self.encoding}.{self.size}.{self.scratchpad}.lr{self.lr:g}.s{self.seed}"
+        )
 
 
-def cells_of(study: Study) -> list[Cell]:
-    """Every cell, those of one network together."""
+def list_cells(study: LabStudy) -> list[LabCell]:
+    """Every cell of a study, grouped by network."""
     return [
-        Cell(task, encoding, size, scratchpad, lr * study.sizes[size].rate * study.rates.get(task, 1.0), seed)
+        LabCell(
+            task,
+            encoding,
+            size,
+            scratchpad,
+            lr * study.sizes[size].rate * study.rates.get(task, 1.0),
+            seed,
+        )
         for size, encoding, task, scratchpad, lr, seed in itertools.product(
             study.sizes, study.encodings, study.tasks, study.scratchpads, study.lrs, study.seeds
         )
     ]
 
 
-def plan_of(study: Study, cell: Cell) -> Plan:
+def fleet_plan(study: LabStudy, cell: LabCell) -> FleetPlan:
     return replace(study.train, steps=study.steps.get(cell.task, study.train.steps))
 
 
-def describe(study: Study, cell: Cell) -> dict[str, Any]:
-    """All that a cell's result depends on, but for the arithmetic of the device: its products are bf16 on a GPU."""
+def describe_cell(study: LabStudy, cell: LabCell) -> dict[str, Any]:
+    """All that a cell's result depends on, except the precision of the device (bf16 on a GPU)."""
     train, test = study.ranges(cell.task)
     return {
-        "format": FORMAT,
+        "format": RESULT_FORMAT,
         **asdict(cell),
         "scratchpad": parse_parts(cell.scratchpad, cell.task),
         "shape": asdict(study.sizes[cell.size]),
-        "plan": asdict(plan_of(study, cell)),
+        "plan": asdict(fleet_plan(study, cell)),
         "train_lengths": train,
         "test_lengths": test,
         "examples": [study.train_examples, study.test_examples, study.data_seed],
         "scales": study.scales,
-        "words": _vocabulary(),
+        "words": _vocabulary_hash(),
     }
 
 
 @cache
-def _vocabulary() -> str:
-    """The words of all tasks, hashed: with them the table that a model begins from changes."""
-    return key_of({"words": Words().table})
+def _vocabulary_hash() -> str:
+    """A hash of the vocabulary: the initial embeddings depend on its size and order."""
+    return cell_key({"words": WordTokenizer().vocabulary})
 
 
 # Data.
 
 
 @dataclass(frozen=True, eq=False)
-class Material:
-    """A task's examples as rows, and the length of each in the task's own terms."""
+class TaskData:
+    """A task's examples as rows, and their lengths in the task's unit."""
 
     train: Rows
     held_out: Rows
@@ -230,11 +273,18 @@ class Material:
         """In tokens."""
         return int(self.train.stop.max())
 
+    @property
+    def max_length(self) -> int:
+        """The longest row of all splits, in tokens."""
+        return max(int(rows.stop.max()) for rows in (self.train, self.held_out, self.beyond))
 
-def material(study: Study, task: str, scratchpad: str, words: Words) -> Material:
-    train, test = study.ranges(task)
-    drawn = splits(
-        find_task(task),
+
+def make_task_data(
+    study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer
+) -> TaskData:
+    task, (train, test) = find_task(name), study.ranges(name)
+    splits = make_splits(
+        task,
         study.train_examples,
         study.test_examples,
         study.data_seed,
@@ -242,62 +292,75 @@ def material(study: Study, task: str, scratchpad: str, words: Words) -> Material
         test=test,
         scratchpad=scratchpad,
     )
-    if len(drawn.held_out) < 2:
+    if len(splits.held_out) < 2:
         raise FarspanError(
-            f"{task} has too few examples of {train[0]} to {train[1]} {find_task(task).counts} to hold some out; "
-            "train on more lengths"
+            f"{name} has too few examples of {train[0]} to {train[1]} {task.length_unit} to hold "
+            "some out; train on more lengths"
         )
-    if not drawn.beyond:
+    if not splits.beyond:
         raise FarspanError(
-            f"every example of {task} of {test[0]} to {test[1]} {find_task(task).counts} is trained on or held out, "
-            "and none is left to test; test on longer ones"
+            f"every example of {name} of {test[0]} to {test[1]} {task.length_unit} is trained on "
+            "or held out, so none is left to test; test on longer ones"
         )
-    train_rows, held_out, beyond = (as_rows(part, words) for part in (evenly(drawn.train), *drawn[1:]))
-    lengths = [np.array([example.length for example in part]) for part in (drawn.held_out, drawn.beyond)]
-    return Material(train_rows, held_out, beyond, *lengths)
+    return TaskData(
+        encode_examples(balance_lengths(splits.train), tokenizer),
+        encode_examples(splits.held_out, tokenizer),
+        encode_examples(splits.beyond, tokenizer),
+        np.array([example.length for example in splits.held_out]),
+        np.array([example.length for example in splits.beyond]),
+    )
 
 
-def evenly(examples: Sequence[Example]) -> list[Example]:
-    """As many of each length as of every other: of the short ones there are few, which come again.
+def balance_lengths(examples: Sequence[Example]) -> list[Example]:
+    """Repeat examples so that every length occurs equally often.
 
-    They are the steps by which the long ones are learnt: models that met sums of two digits once in a thousand times
-    never learnt to add eight.
+    There are few short examples, and models learn the long ones through them: models that saw sums
+    of two digits once in a thousand examples never learned to add eight digits.
     """
     groups = defaultdict(list)
     for example in examples:
         groups[example.length].append(example)
     most = max(map(len, groups.values()))
-    return [example for group in groups.values() for example in itertools.islice(itertools.cycle(group), most)]
+    return [
+        example
+        for group in groups.values()
+        for example in itertools.islice(itertools.cycle(group), most)
+    ]
 
 
-def as_rows(examples: Sequence[Example], words: Words) -> Rows:
+def encode_examples(examples: Sequence[Example], tokenizer: WordTokenizer) -> Rows:
     """<begin> input <answer> target <end>, padded."""
-    prompts, replies = [words.prompt(each) for each in examples], [words.reply(each) for each in examples]
+    prompts = [tokenizer.prompt(example) for example in examples]
+    targets = [tokenizer.target(example) for example in examples]
     start = torch.tensor([len(prompt) for prompt in prompts])
-    stop = start + torch.tensor([len(reply) for reply in replies])
-    ids = np.full((len(examples), int(stop.max())), words.pad, dtype=np.int16)
-    for row, prompt, reply in zip(ids, prompts, replies, strict=True):
-        row[: len(prompt) + len(reply)] = prompt + reply
+    stop = start + torch.tensor([len(target) for target in targets])
+    ids = np.full((len(examples), int(stop.max())), tokenizer.pad, dtype=np.int16)
+    for row, prompt, target in zip(ids, prompts, targets, strict=True):
+        row[: len(prompt) + len(target)] = prompt + target
     return Rows(torch.from_numpy(ids), start, stop)
 
 
-def longest_rows(study: Study, task: str, scratchpad: str, words: Words) -> int:
-    """How many tokens a row of training has at most, by some examples of the longest length."""
-    own, (low, high) = find_task(task), study.ranges(task)[0]
-    longest = max((length for length in range(low, high + 1) if own.count(length)), default=high)
-    count = int(min(SIGHT, max(1, own.count(longest))))
-    some = draw(own, (longest, longest), count, study.data_seed, scratchpad=scratchpad)
-    return int(as_rows(some, words).stop.max())
+def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer) -> int:
+    """The longest training row in tokens, estimated from examples of the longest length."""
+    task, (low, high) = find_task(name), study.ranges(name)[0]
+    longest = max((length for length in range(low, high + 1) if task.count(length)), default=high)
+    count = int(min(LENGTH_SAMPLE, max(1, task.count(longest))))
+    examples = draw_examples(
+        task, (longest, longest), count, study.data_seed, scratchpad=scratchpad
+    )
+    return int(encode_examples(examples, tokenizer).stop.max())
 
 
 # Models.
 
 
-def config_of(shape: Shape, encoding: str, words: Words, train_length: int, reach: int) -> FarspanConfig:
-    """The network of an encoding. A learned table has rows up to `reach`; those beyond training stay as they began."""
+def network_config(
+    shape: NetworkShape, encoding: str, tokenizer: WordTokenizer, train_length: int, reach: int
+) -> FarspanConfig:
+    """The network of an encoding. Learned positions have `reach` rows, trained or not."""
     position, fraction = ENCODINGS[encoding]
     return FarspanConfig(
-        vocab_size=len(words),
+        vocab_size=len(tokenizer),
         hidden_size=shape.width,
         intermediate_size=shape.ff,
         num_hidden_layers=shape.layers,
@@ -309,31 +372,41 @@ def config_of(shape: Shape, encoding: str, words: Words, train_length: int, reac
         base_scale=shape.base_scale or None,
         mlp=shape.mlp,
         dropout=shape.dropout,
-        # Tokens begin as large as sinusoidal positions, which are added to them, and logits begin about as large.
+        # Token embeddings start as large as the sinusoidal positions added to them, and logits
+        # about as large.
         initializer_range=shape.width**-0.5,
         embedding_scale=shape.width**0.5,
-        pad_token_id=words.pad,
-        bos_token_id=words.begin,
-        eos_token_id=words.end,
+        pad_token_id=tokenizer.pad,
+        bos_token_id=tokenizer.begin,
+        eos_token_id=tokenizer.end,
     )
 
 
-def fleet_of(study: Study, cells: Sequence[Cell], found: Sequence[Material], words: Words, device: str) -> Fleet:
-    """The untrained models of cells that share a network. A model's weights begin by its seed alone."""
-    train = max(each.train_length for each in found)
-    reach = max(int(rows.stop.max()) for each in found for rows in (each.train, each.held_out, each.beyond))
-    config = config_of(study.sizes[cells[0].size], cells[0].encoding, words, train, wide(reach))
+def make_fleet(
+    study: LabStudy,
+    cells: Sequence[LabCell],
+    data: Sequence[TaskData],
+    tokenizer: WordTokenizer,
+    device: str,
+) -> Fleet:
+    """The untrained models of cells that share a network, initialized by their seeds."""
+    train_length = max(task.train_length for task in data)
+    reach = padded_width(max(task.max_length for task in data))
+    shape = study.sizes[cells[0].size]
+    config = network_config(shape, cells[0].encoding, tokenizer, train_length, reach)
     models = {}
     for cell in cells:
         if cell.seed not in models:
-            models[cell.seed] = begun(config, cell.seed, study.sizes[cell.size].zero_outputs)
+            models[cell.seed] = init_model(config, cell.seed, study.sizes[cell.size].zero_outputs)
     return Fleet([models[cell.seed] for cell in cells], device)
 
 
-def begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
-    """An untrained model, which begins as T5 does: every matrix by the number of its inputs, and scores as large
-    whatever multiplies them. T5 does without 1/√d because its queries begin that much smaller; where they do not,
-    attention begins on single tokens and stays there."""
+def init_model(config: FarspanConfig, seed: int, zero_output_weights: bool) -> FarspanForCausalLM:
+    """An untrained model, initialized like T5: every matrix by the number of its inputs.
+
+    Initial scores have the same size for every `base_scale`: T5 needs no 1/√d because its queries
+    start that much smaller. Otherwise attention starts on single tokens and stays there.
+    """
     torch.manual_seed(seed)
     model = FarspanForCausalLM(config)
     for name, parameter in model.named_parameters():
@@ -341,71 +414,83 @@ def begun(config: FarspanConfig, seed: int, silent: bool) -> FarspanForCausalLM:
             parameter.data *= config.head_dim**-0.5 / config.base_scale
         if name.endswith("down_proj.weight"):
             parameter.data *= (config.hidden_size / config.intermediate_size) ** 0.5
-    if silent:
+    if zero_output_weights:
         zero_outputs(model)
     return model
 
 
-def fleets(study: Study, cells: Iterable[Cell], words: Words, most: int) -> list[list[Cell]]:
-    """Cells that train together: one network, as many steps, rows of similar length, `most` of them at once. Those that
-    take longest come first, so that processes which share them end together.
+def group_fleets(
+    study: LabStudy, cells: Iterable[LabCell], tokenizer: WordTokenizer, max_models: int
+) -> list[list[LabCell]]:
+    """Group cells that train together: one network, equal steps, rows of similar length.
 
-    A learned table is as long as its task needs, so there tasks train apart; and what dropout drops is drawn for all of
-    a fleet, so with dropout every model trains alone.
+    The fleets that take longest come first, so that processes which share them finish together.
+    Learned positions have as many rows as their task needs, so there each task trains separately.
+    Dropout masks are drawn for a whole fleet, so with dropout every model trains separately.
     """
     cells = list(cells)
-    widths = {pair: longest_rows(study, *pair, words) for pair in {(cell.task, cell.scratchpad) for cell in cells}}
-    alike = defaultdict(list)
+    widths = {
+        pair: longest_row(study, *pair, tokenizer)
+        for pair in {(cell.task, cell.scratchpad) for cell in cells}
+    }
+    groups = defaultdict(list)
     for cell in cells:
-        learned, dropped = cell.encoding == "learned", study.sizes[cell.size].dropout > 0
-        apart = cell if dropped else (cell.task, cell.scratchpad) if learned else ()
-        alike[cell.size, cell.encoding, plan_of(study, cell), apart].append(cell)
-    found: list[list[Cell]] = []
-    for group in alike.values():
+        separate: Any = ()
+        if study.sizes[cell.size].dropout > 0:
+            separate = cell
+        elif cell.encoding == "learned":
+            separate = (cell.task, cell.scratchpad)
+        groups[cell.size, cell.encoding, fleet_plan(study, cell), separate].append(cell)
+    fleets: list[list[LabCell]] = []
+    for group in groups.values():
         group.sort(key=lambda cell: widths[cell.task, cell.scratchpad])
-        narrow = 0
+        narrowest = 0
         for cell in group:
             width = widths[cell.task, cell.scratchpad]
-            if cell is group[0] or len(found[-1]) == most or width > NEAR * narrow:
-                found.append([])
-                narrow = width
-            found[-1].append(cell)
+            full = bool(fleets) and len(fleets[-1]) == max_models
+            if cell is group[0] or full or width > MAX_LENGTH_RATIO * narrowest:
+                fleets.append([])
+                narrowest = width
+            fleets[-1].append(cell)
 
-    def toil(fleet: list[Cell]) -> int:  # a step takes a fleet little longer than a model
+    def cost(fleet: list[LabCell]) -> int:  # a fleet's step takes little longer than a model's
         longest, shape = fleet[-1], study.sizes[fleet[0].size]
         width = widths[longest.task, longest.scratchpad]
-        return plan_of(study, longest).steps * width * shape.layers * shape.width**2
+        return fleet_plan(study, longest).steps * width * shape.layers * shape.width**2
 
-    return sorted(found, key=toil, reverse=True)
-
-
-# Judging.
+    return sorted(fleets, key=cost, reverse=True)
 
 
-def judge(fleet: Fleet, found: Sequence[Material], scales: Sequence[float]) -> list[dict[str, Any]]:
-    """Exact match of each model by length: [right, asked] for each length, in range and beyond."""
-    inside = tells(fleet, [material.held_out for material in found])
-    beyond = tells(fleet, [material.beyond for material in found])
+# Evaluation.
+
+
+def evaluate_fleet(
+    fleet: Fleet, data: Sequence[TaskData], scales: Sequence[float]
+) -> list[dict[str, Any]]:
+    """The results of each model: [correct, total] by length, in range and beyond."""
+    in_range = exact_match(fleet, [task.held_out for task in data])
+    beyond = exact_match(fleet, [task.beyond for task in data])
     results: list[dict[str, Any]] = []
-    for material, within, outside in zip(found, inside, beyond, strict=True):
+    for task, inside, outside in zip(data, in_range, beyond, strict=True):
         results.append(
             {
-                "chosen_by": float(within[::2].mean()),  # half of what was held out chooses, the other half is reported
-                "in_range": by_length(within[1::2], material.held_out_lengths[1::2]),
-                "beyond": by_length(outside, material.beyond_lengths),
+                # Half of the held-out examples choose the learning rate, the others are reported.
+                "chosen_by": float(inside[::2].mean()),
+                "in_range": count_by_length(inside[1::2], task.held_out_lengths[1::2]),
+                "beyond": count_by_length(outside, task.beyond_lengths),
                 "scaled": {},
             }
         )
     for scale in scales:
         with fleet.scaled(scale):
-            told = tells(fleet, [material.beyond for material in found])
-        for result, material, outside in zip(results, found, told, strict=True):
-            result["scaled"][f"{scale:g}"] = by_length(outside, material.beyond_lengths)
+            scaled = exact_match(fleet, [task.beyond for task in data])
+        for result, task, outside in zip(results, data, scaled, strict=True):
+            result["scaled"][f"{scale:g}"] = count_by_length(outside, task.beyond_lengths)
     return results
 
 
-def by_length(right: np.ndarray, lengths: np.ndarray) -> dict[str, list[int]]:
+def count_by_length(correct: np.ndarray, lengths: np.ndarray) -> dict[str, list[int]]:
     return {
-        str(length): [int(right[lengths == length].sum()), int((lengths == length).sum())]
+        str(length): [int(correct[lengths == length].sum()), int((lengths == length).sum())]
         for length in np.unique(lengths).tolist()
     }

@@ -1,1 +1,1 @@
-"""Ways to extend a model's context. Each is a function of a model and a Job, and yields a Patch."""
+"""Methods that extend a model's context: each takes a model and a FitJob and returns a Patch."""

@@ -1,7 +1,7 @@
-"""HeadScale (paper A, §3): λ̂ for every head, found by gradient descent with everything else frozen.
+"""HeadScale (Wang 2024, §3): one λ̂ per head, found by gradient descent on frozen weights.
 
-`headlog` goes beyond the paper: λ̂(n) = a + b·ln⁺(n/L), two numbers a head, which costs less where the context is short.
-The constraint a ≥ 1, b ≥ 0 is a projection of the very float32 numbers that are optimised.
+`headlog` goes beyond the paper: λ̂(n) = a + b·ln⁺(n/L), two numbers per head, which costs less loss
+at short context. The constraint a ≥ 1, b ≥ 0 projects the float32 parameters after every step.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
-from farspan.methods.job import Job, least, scaled_loss
+from farspan.methods.job import FitJob, lowest_loss, scaled_loss
 from farspan.methods.uniform import uniform
-from farspan.model.fast import compiled_layers, quick_attention
+from farspan.model.compile import compiled_layers, prefer_cudnn
 from farspan.model.loss import mean_loss
-from farspan.train.loop import Moment, Plan, train
-from farspan.train.optim import Optimization, with_rates
+from farspan.train.loop import StepMetrics, TrainPlan, train
+from farspan.train.optim import OptimizerConfig, store_base_rates
 from farspan.train.sharding import data_parallel
-from farspan.train.steps import Work
+from farspan.train.steps import TrainingTask
 
-POSITIVE = 0.01  # λ̂ of a search without the constraint; below 0 a head would attend to what it had least use for
-FAITHFUL = 0.99  # cosine to the gradient in float32
+MIN_SCALE = 0.01  # lower bound of λ̂ without the constraint: a negative λ̂ inverts attention
+MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
 
 
 @dataclass(frozen=True)
-class Search:
-    """How scales are searched for: the paper's numbers."""
+class SearchConfig:
+    """Settings of the search for scales; the defaults are those of Wang 2024."""
 
     steps: int = 200
     batch: int = 8
     micro_batch: int = 8
-    lr: tuple[float, ...] = (0.1, 0.05)  # tried in turn; the second split chooses
+    lr: tuple[float, ...] = (0.1, 0.05)  # each is tried; the choose split selects one
     warmup: int = 20
     constraint: bool = True  # λ̂ ≥ 1
     init: float = 0.0  # 0: the best uniform λ̂
@@ -46,57 +46,71 @@ class Search:
     def __post_init__(self):
         for name in ("steps", "batch", "micro_batch", "save_every"):
             if getattr(self, name) < 1:
-                raise FarspanError(f"search.{name} is {getattr(self, name)}; give 1 or more")
+                raise FarspanError(f"search.{name} is {getattr(self, name)}; choose 1 or more")
         if not self.lr or min(self.lr) <= 0:
-            raise FarspanError(f"search.lr is {list(self.lr)}; give one or more learning rates above 0")
+            raise FarspanError(
+                f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
+            )
         if self.init < 0 or self.warmup < 0:
-            raise FarspanError(f"search.init {self.init:g} and search.warmup {self.warmup} cannot be less than 0")
+            raise FarspanError(
+                f"search.init is {self.init:g} and search.warmup is {self.warmup}; "
+                "choose 0 or more for both"
+            )
 
 
-def headscale(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:
-    """One constant λ̂ a head."""
-    search = search or Search()
+def headscale(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = None) -> Patch:
+    """One constant λ̂ per head."""
+    search = search or SearchConfig()
     start = search.init or best_uniform(model, job, search)
-    return _searched(model, job, search, "headscale", job.uniform(start))
+    return _search(model, job, search, "headscale", job.uniform(start))
 
 
-def headlog(model: PreTrainedModel, job: Job, search: Search | None = None) -> Patch:
-    """λ̂(n) = a + b·ln⁺(n/L) a head, from a = 1 and the b that meets the best uniform λ̂ at the target."""
-    search = search or Search()
+def headlog(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = None) -> Patch:
+    """λ̂(n) = a + b·ln⁺(n/L) per head.
+
+    The search starts from a = 1 and the b that gives the best uniform λ̂ at the target.
+    """
+    search = search or SearchConfig()
     search = replace(search, lr=tuple(lr / 2 for lr in search.lr))  # two numbers move one scale
-    reach = math.log(job.target / job.train_length)
-    slope = ((search.init or best_uniform(model, job, search)) - 1) / reach
+    log_factor = math.log(job.target / job.train_length)
+    slope = ((search.init or best_uniform(model, job, search)) - 1) / log_factor
     table = torch.full((len(job.layers), job.heads), max(0.0, slope))
     scales = Scales(job.layers, torch.ones_like(table), table, "log", job.train_length)
-    return _searched(model, job, search, "headlog", scales)
+    return _search(model, job, search, "headlog", scales)
 
 
-def best_uniform(model: PreTrainedModel, job: Job, search: Search) -> float:
-    """Where a search begins: the best single λ̂ that it may have."""
-    found = uniform(model, job).scales
-    assert found is not None
-    return max(1.0, float(found.base[0, 0])) if search.constraint else float(found.base[0, 0])
+def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> float:
+    """The best uniform λ̂ that the constraint allows: where a search starts."""
+    scales = uniform(model, job).scales
+    assert scales is not None
+    return max(1.0, float(scales.base[0, 0])) if search.constraint else float(scales.base[0, 0])
 
 
-def _searched(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales) -> Patch:
-    """The best on the second split of what each learning rate comes to."""
-    found = {lr: descend(model, job, search, method, start, lr) for lr in search.lr}
-    if len(found) == 1:
-        return job.patch(method, scales=found[search.lr[0]])
-    losses = {lr: scaled_loss(model, job.choose, scales) for lr, scales in found.items()}
-    return job.patch(method, scales=found[least(losses)])
+def _search(
+    model: PreTrainedModel, job: FitJob, search: SearchConfig, method: str, start: Scales
+) -> Patch:
+    """Search with each learning rate; the loss on the choose split selects the result."""
+    candidates = {lr: optimize_scales(model, job, search, method, start, lr) for lr in search.lr}
+    if len(candidates) == 1:
+        return job.patch(method, scales=candidates[search.lr[0]])
+    losses = {lr: scaled_loss(model, job.choose, scales) for lr, scales in candidates.items()}
+    return job.patch(method, scales=candidates[lowest_loss(losses)])
 
 
-class Scaled(nn.Module):
-    """The mean loss of a batch under scales that learn. The model is not a part of it: what is spread over processes,
-    reduced and saved is the scales alone."""
+class ScaledModel(nn.Module):
+    """The mean loss of a batch under trainable scales.
+
+    The model is not a submodule, so only the scales are distributed, reduced and saved.
+    """
 
     def __init__(self, model: PreTrainedModel, start: Scales):
         super().__init__()
         self.base = nn.Parameter(start.base.clone().to(model.device))
-        self.slope = None if start.slope is None else nn.Parameter(start.slope.clone().to(model.device))
-        self.rounded = False  # products in bf16
-        self._model = (model,)  # in a tuple it is no submodule
+        self.slope = (
+            None if start.slope is None else nn.Parameter(start.slope.clone().to(model.device))
+        )
+        self.use_bf16 = False  # for matrix products
+        self._model = (model,)  # a tuple hides it from nn.Module
         self._start = start
 
     @property
@@ -104,59 +118,93 @@ class Scaled(nn.Module):
         return replace(self._start, base=self.base, slope=self.slope)
 
     def forward(self, ids: Tensor) -> Tensor:
-        with quick_attention(), torch.autocast(ids.device.type, torch.bfloat16, enabled=self.rounded):
+        with prefer_cudnn(), torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_bf16):
             return mean_loss(self._model[0], ids)
 
-    def bears_rounding(self, ids: Tensor) -> bool:
-        """Whether products in bf16 give the gradient of float32, told by these windows; where scores are large they do
-        not."""
-        before, found = self.rounded, []
-        for self.rounded in (False, True):
-            found.append(torch.cat([part.flatten() for part in torch.autograd.grad(self(ids), [*self.parameters()])]))
-        self.rounded = before
-        exact, rounded = found
-        return float(torch.cosine_similarity(exact, rounded, dim=0)) > FAITHFUL
+    def bf16_is_accurate(self, ids: Tensor) -> bool:
+        """Whether bf16 products give the float32 gradient on these windows.
+
+        They do not where attention scores are large.
+        """
+        before, gradients = self.use_bf16, []
+        for self.use_bf16 in (False, True):
+            parts = torch.autograd.grad(self(ids), [*self.parameters()])
+            gradients.append(torch.cat([part.flatten() for part in parts]))
+        self.use_bf16 = before
+        exact, rounded = gradients
+        return float(torch.cosine_similarity(exact, rounded, dim=0)) > MIN_COSINE
 
     @torch.no_grad()
     def project(self, constraint: bool, length: int) -> None:
-        """λ̂ ≥ 1 at every number of keys; without the constraint λ̂ > 0, at up to so many."""
-        self.base.clamp_(min=1.0 if constraint else POSITIVE)
+        """Clamp to λ̂ ≥ 1 for any number of keys; unconstrained, to λ̂ > 0 for up to `length`."""
+        self.base.clamp_(min=1.0 if constraint else MIN_SCALE)
         if self.slope is not None:
-            falling = (POSITIVE - self.base) / math.log(length / self._start.length)
-            self.slope.clamp_(min=torch.zeros_like(falling) if constraint else falling)
+            lowest = (MIN_SCALE - self.base) / math.log(length / self._start.length)
+            self.slope.clamp_(min=torch.zeros_like(lowest) if constraint else lowest)
 
 
-def descend(model: PreTrainedModel, job: Job, search: Search, method: str, start: Scales, lr: float) -> Scales:
-    """Scales after the search at one learning rate; resumed where it was stopped if the job has a folder."""
-    scaled = Scaled(model, start)
-    trained: dict[str, Tensor] = dict(scaled.named_parameters())
-    how = Optimization("adamw", lr=lr, weight_decay=0.0, warmup=search.warmup, schedule="cosine", floor=0.1, clip=1.0)
-    optimizer = torch.optim.AdamW(trained.values(), lr, (how.beta1, how.beta2), weight_decay=0.0)
-    work = Work(
-        data_parallel(scaled),
-        trained,
-        with_rates([optimizer]),
-        job.batches(search.batch, search.micro_batch, model.device),
-        tokens=search.batch * (job.search.shape[1] - 1),
-        after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
+def optimize_scales(
+    model: PreTrainedModel, job: FitJob, search: SearchConfig, method: str, start: Scales, lr: float
+) -> Scales:
+    """The scales that a search with one learning rate ends in.
+
+    A job with a folder resumes from its last checkpoint.
+    """
+    scaled = ScaledModel(model, start)
+    config = OptimizerConfig(
+        "adamw",
+        lr=lr,
+        weight_decay=0.0,
+        warmup=search.warmup,
+        schedule="cosine",
+        floor=0.1,
+        clip=1.0,
     )
-    plan = Plan(search.steps, job.seed, how, save_every=search.save_every, log_every=1)
+    task = _search_task(model, scaled, job, search, config)
+    plan = TrainPlan(search.steps, job.seed, config, save_every=search.save_every, log_every=1)
     advance = job.progress(f"{method} lr {lr:g}", search.steps)
 
-    def listen(moment: Moment) -> None:
+    def on_step(metrics: StepMetrics) -> None:
         table = scaled.base.detach()
-        advance(1, f"loss {moment.loss:.4f}, λ̂ {table.min():.2f}–{table.max():.2f}, mean {table.mean():.2f}")
+        extremes = f"λ̂ {table.min():.2f}–{table.max():.2f}, mean {table.mean():.2f}"
+        advance(1, f"loss {metrics.loss:.4f}, {extremes}")
 
     seam.install(model, scaled.scales)
     try:
         if model.device.type == "cuda" and model.dtype == torch.float32:
             with seam.frozen(model):
-                scaled.rounded = scaled.bears_rounding(job.search[:1].to(model.device))
-        with seam.frozen(model), compiled_layers(model), job.kept(f"{method}-lr{lr:g}") as folder:
-            train(work, plan, folder, listen)
+                scaled.use_bf16 = scaled.bf16_is_accurate(job.search[:1].to(model.device))
+        with (
+            seam.frozen(model),
+            compiled_layers(model),
+            job.checkpoint_dir(f"{method}-lr{lr:g}") as folder,
+        ):
+            train(task, plan, folder, on_step)
     finally:
         seam.uninstall(model)
-    found = scaled.scales
+    scales = scaled.scales
     return replace(
-        found, base=found.base.detach().cpu(), slope=None if found.slope is None else found.slope.detach().cpu()
+        scales,
+        base=scales.base.detach().cpu(),
+        slope=None if scales.slope is None else scales.slope.detach().cpu(),
+    )
+
+
+def _search_task(
+    model: PreTrainedModel,
+    scaled: ScaledModel,
+    job: FitJob,
+    search: SearchConfig,
+    config: OptimizerConfig,
+) -> TrainingTask:
+    trained: dict[str, Tensor] = dict(scaled.named_parameters())
+    betas = (config.beta1, config.beta2)
+    optimizer = torch.optim.AdamW(trained.values(), config.lr, betas, weight_decay=0.0)
+    return TrainingTask(
+        data_parallel(scaled),
+        trained,
+        store_base_rates([optimizer]),
+        job.batches(search.batch, search.micro_batch, model.device),
+        tokens=search.batch * (job.search.shape[1] - 1),
+        after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
     )

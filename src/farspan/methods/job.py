@@ -1,4 +1,4 @@
-"""What every method is asked: which model, how far, on what text. And how well a model does, for those that choose."""
+"""What every method is given: a target length, text, and the layers to scale; and losses on it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
+from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
-from farspan.memory import in_pieces
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.train.sharding import processes
@@ -28,9 +28,11 @@ Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """A target length, and text of two splits: one to search on, one to choose by. No method sees the third, on which
-    results are reported."""
+class FitJob:
+    """A target length and two splits of text: one to search on, one to choose by.
+
+    No method sees the third split, on which results are reported.
+    """
 
     target: int
     train_length: int
@@ -42,43 +44,57 @@ class Job:
     name: str = ""
     position: str | None = None
     seed: int = 0
-    folder: Path | None = None  # where a search keeps its checkpoints
+    folder: Path | None = None  # for checkpoints
     progress: Progress = silent
 
-    def patch(self, method: str, **found: Any) -> Patch:
+    def patch(self, method: str, **changes: Any) -> Patch:
+        """A patch for this job's model; `changes` are its scales, rope and weights."""
         return Patch(
-            method, self.model, self.target, self.train_length, name=self.name, position=self.position, **found
+            method,
+            self.model,
+            self.target,
+            self.train_length,
+            name=self.name,
+            position=self.position,
+            **changes,
         )
 
     def uniform(self, value: float) -> Scales:
         return Scales.uniform(value, self.layers, self.heads)
 
-    def batches(self, batch: int, micro_batch: int, device: torch.device) -> Callable[[int], list[Tensor]]:
-        """Step -> this process's search windows, each once before any comes again, in a new order every time round."""
+    def batches(
+        self, batch: int, micro_batch: int, device: torch.device
+    ) -> Callable[[int], list[Tensor]]:
+        """A function from step to this process's micro batches of search windows.
+
+        Every epoch visits each window once, in a new order.
+        """
         state = processes()
-        mine, rest = divmod(batch, state.num_processes)
-        rows = max(1, min(micro_batch, mine))
-        if rest or mine % rows:
+        per_process, rest = divmod(batch, state.num_processes)
+        rows = max(1, min(micro_batch, per_process))
+        if rest or per_process % rows:
             raise FarspanError(
-                f"a batch of {batch} windows cannot be cut into micro batches of {micro_batch} for "
-                f"{state.num_processes} processes; choose divisors"
+                f"a batch of {batch} windows cannot be split into micro batches of {micro_batch} "
+                f"for {state.num_processes} processes; choose divisors"
             )
 
-        def of_step(step: int) -> list[Tensor]:
-            first = step * batch + state.process_index * mine
-            numbers = [self._nth(first + number) for number in range(mine)]
-            return list(self.search[numbers].to(device).split(rows))
+        def batches_of_step(step: int) -> list[Tensor]:
+            first = step * batch + state.process_index * per_process
+            windows = [self._window_index(first + number) for number in range(per_process)]
+            return list(self.search[windows].to(device).split(rows))
 
-        return of_step
+        return batches_of_step
 
-    def _nth(self, number: int) -> int:
-        turn, place = divmod(number, len(self.search))
-        order = torch.randperm(len(self.search), generator=torch.Generator().manual_seed((self.seed << 20) + turn))
+    def _window_index(self, number: int) -> int:
+        epoch, place = divmod(number, len(self.search))
+        order = torch.randperm(
+            len(self.search), generator=torch.Generator().manual_seed((self.seed << 20) + epoch)
+        )
         return int(order[place])
 
     @contextmanager
-    def kept(self, name: str) -> Iterator[Path]:
-        """Where a search keeps its state: in the job's folder, or nowhere for long."""
+    def checkpoint_dir(self, name: str) -> Iterator[Path]:
+        """A folder for a search's checkpoints: in the job's folder, or a temporary one."""
         if self.folder is not None:
             yield self.folder / name
             return
@@ -90,15 +106,15 @@ def loss_by_position(model: PreTrainedModel, windows: Tensor, batch: int = 4) ->
     """Mean loss over windows [W, T] at each position, [T − 1] float64, on the CPU."""
     total = torch.zeros(windows.shape[1] - 1, dtype=torch.float64)
 
-    def some(start: int, stop: int) -> None:
+    def add(start: int, stop: int) -> None:
         total.add_(token_losses(model, windows[start:stop].to(model.device)).double().sum(0).cpu())
 
-    in_pieces(len(windows), batch, some)
+    run_in_batches(len(windows), batch, add)
     return total / len(windows)
 
 
 def scaled_loss(model: PreTrainedModel, windows: Tensor, scales: Scales) -> float:
-    """The mean loss over whole windows, with these scales on the seam, which is free afterwards."""
+    """The mean loss over whole windows with these scales, which are removed afterwards."""
     seam.install(model, scales)
     try:
         return float(loss_by_position(model, windows).mean())
@@ -106,33 +122,40 @@ def scaled_loss(model: PreTrainedModel, windows: Tensor, scales: Scales) -> floa
         seam.uninstall(model)
 
 
-def least(losses: Mapping[Name, float]) -> Name:
-    """Whose loss is the least; one that is no number is the largest."""
+def lowest_loss(losses: Mapping[Name, float]) -> Name:
+    """The name with the lowest loss; NaN counts as the largest."""
     return min(losses, key=lambda name: losses[name] if math.isfinite(losses[name]) else math.inf)
 
 
-def best_of(loss: Callable[[float], float], coarse: Sequence[float], step: float) -> tuple[float, dict[float, float]]:
-    """The number with the least loss, to `step`: the best of a coarse grid, then ever finer around it.
+def search_best(
+    loss: Callable[[float], float], coarse: Sequence[float], step: float
+) -> tuple[float, dict[float, float]]:
+    """The value with the lowest loss to within `step`, and every loss that was computed.
 
-    Returns it with every loss that was asked for. Where the loss is infinite or no number, that is worst.
+    The search refines a coarse grid around its best value. NaN and infinite losses are the worst.
     """
-    asked: dict[float, float] = {}
+    losses: dict[float, float] = {}
 
-    def ask(value: float) -> float:
+    def cached_loss(value: float) -> float:
         value = round(round(value / step) * step, 6)
-        if value not in asked:
-            found = loss(value)
-            asked[value] = found if math.isfinite(found) else math.inf
-        return asked[value]
+        if value not in losses:
+            computed = loss(value)
+            losses[value] = computed if math.isfinite(computed) else math.inf
+        return losses[value]
 
     values = sorted(coarse)
     width = min(after - before for before, after in pairwise(values))
-    best = min(values, key=ask)
+    best = min(values, key=cached_loss)
     while width > step * 1.001:
         width = max(step, width / 4)
         around = [best + width * number for number in range(-3, 4)]
-        best = min((value for value in around if values[0] <= round(value, 6) <= values[-1]), key=ask)
+        best = min(
+            (value for value in around if values[0] <= round(value, 6) <= values[-1]),
+            key=cached_loss,
+        )
     best = round(round(best / step) * step, 6)
-    if asked[best] == math.inf:
-        raise FarspanError("no scale gives a finite loss on this text; check the model with `farspan diagnose`")
-    return best, asked
+    if losses[best] == math.inf:
+        raise FarspanError(
+            "no scale gives a finite loss on this text; check the model with `farspan diagnose`"
+        )
+    return best, losses

@@ -1,4 +1,4 @@
-"""Paper A's baselines for rotary models: PI, NTK, dynamic NTK and YaRN, zero-shot by a small grid, or tuned."""
+"""The RoPE baselines of Wang 2024: PI, NTK, dynamic NTK and YaRN, zero-shot or tuned."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention.patch import Patch, set_rope
 from farspan.errors import FarspanError
-from farspan.methods.job import Job, least, loss_by_position
-from farspan.methods.tuning import Tuning, tune
+from farspan.methods.job import FitJob, loss_by_position, lowest_loss
+from farspan.methods.tuning import TuningConfig, tune_weights
 
 Rope = dict[str, Any]
 
 
-def _pi(job: Job, stretch: float, theta: float, width: int) -> Rope:
+def _pi(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
     return {"rope_type": "linear", "factor": stretch}
 
 
-def _ntk(job: Job, stretch: float, theta: float, width: int) -> Rope:
+def _ntk(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
     return {"rope_theta": theta * stretch ** (width / (width - 2))}
 
 
-def _dynamic_ntk(job: Job, stretch: float, theta: float, width: int) -> Rope:
-    return {"rope_type": "dynamic", "factor": stretch, "original_max_position_embeddings": job.train_length}
+def _dynamic_ntk(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
+    return {
+        "rope_type": "dynamic",
+        "factor": stretch,
+        "original_max_position_embeddings": job.train_length,
+    }
 
 
-def _yarn(job: Job, stretch: float, theta: float, width: int) -> Rope:
+def _yarn(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
     return {
         "rope_type": "yarn",
         "factor": stretch,
@@ -41,71 +45,81 @@ def _yarn(job: Job, stretch: float, theta: float, width: int) -> Rope:
     }
 
 
-# name -> rope parameters for a stretch of positions
-ROPES: dict[str, Callable[[Job, float, float, int], Rope]] = {
+# method -> the rope parameters that stretch positions by a factor
+ROPE_SCALINGS: dict[str, Callable[[FitJob, float, float, int], Rope]] = {
     "pi": _pi,
     "ntk": _ntk,
     "dynamic-ntk": _dynamic_ntk,
     "yarn": _yarn,
 }
-# Times what the target asks for. Less of it has the lower mean loss at times, and fails before the target is reached.
+# Multiples of target/train_length. Smaller ones can have a lower mean loss, but they fail before
+# the target.
 STRETCHES = (1.0, 1.25, 1.5, 2.0, 3.0)
 
 
-def roped(model: PreTrainedModel, job: Job, method: str, tuning: Tuning | None) -> Patch:
-    """The method's rope parameters with the stretch that the second split likes best; or, tuned, with the one that the
-    target asks for, as in the paper, and weights that have learnt it."""
+def fit_rope(
+    model: PreTrainedModel, job: FitJob, method: str, tuning: TuningConfig | None
+) -> Patch:
+    """The method's rope parameters, with the stretch of the lowest loss on the choose split.
+
+    With `tuning`, as in Wang 2024: a stretch of target/train_length, and weights tuned with it.
+    """
     if tuning is not None:
-        rope = _rope(model, job, method, job.target / job.train_length)
-        with roped_as(model, rope):
-            weights = tune(model, job, f"{method}-{tuning.steps}", tuning)
+        rope = _rope_parameters(model, job, method, job.target / job.train_length)
+        with rope_override(model, rope):
+            weights = tune_weights(model, job, f"{method}-{tuning.steps}", tuning)
         return job.patch(f"{method}-tuned", rope=rope, weights=weights)
     advance = job.progress(method, 0)
     losses = {}
-    for times in STRETCHES:
-        stretch = times * job.target / job.train_length
-        with roped_as(model, _rope(model, job, method, stretch)):
+    for multiple in STRETCHES:
+        stretch = multiple * job.target / job.train_length
+        with rope_override(model, _rope_parameters(model, job, method, stretch)):
             losses[stretch] = float(loss_by_position(model, job.choose).mean())
         advance(1, f"×{stretch:g}: loss {losses[stretch]:.4f}")
-    return job.patch(method, rope=_rope(model, job, method, least(losses)))
+    return job.patch(method, rope=_rope_parameters(model, job, method, lowest_loss(losses)))
 
 
-def _rope(model: PreTrainedModel, job: Job, method: str, stretch: float) -> Rope:
-    """The model's own parameters with those of the method, which for a stretch of 1 change no angle."""
-    own = _global(model.config.get_text_config().rope_parameters)
-    if "rope_theta" not in own:
+def _rope_parameters(model: PreTrainedModel, job: FitJob, method: str, stretch: float) -> Rope:
+    """The model's rope parameters updated by a method; a stretch of 1 changes no angle."""
+    current = _full_attention_rope(model.config.get_text_config().rope_parameters)
+    if "rope_theta" not in current:
         raise FarspanError(
-            f"only layers with windows rotate in {type(model).__name__}, and {method} would change nothing beyond; "
-            "use uniform or headscale"
+            f"only sliding-window layers of {type(model).__name__} use RoPE, so {method} would not "
+            "extend its context; use uniform or headscale"
         )
-    return {**own, **ROPES[method](job, stretch, float(own["rope_theta"]), _turned(model))}
+    theta = float(current["rope_theta"])
+    return {**current, **ROPE_SCALINGS[method](job, stretch, theta, _rotary_width(model))}
 
 
-def stretched(config: PreTrainedConfig) -> str | None:
-    """How a model's rotation is stretched already: `llama3`, `yarn` and the like. A base frequency can be raised
-    under any of them; the other methods would put themselves in its place."""
-    kind = _global(getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
+def existing_rope_scaling(config: PreTrainedConfig) -> str | None:
+    """The RoPE scaling that a model already has, such as `llama3` or `yarn`.
+
+    NTK can raise the base frequency under any of them; the other methods would replace it.
+    """
+    rope = _full_attention_rope(getattr(config.get_text_config(), "rope_parameters", None) or {})
+    kind = rope.get("rope_type", "default")
     return None if kind in ("default", "none") else kind
 
 
-def _turned(model: PreTrainedModel) -> int:
-    """How many numbers of a head are turned, where the whole context is seen."""
+def _rotary_width(model: PreTrainedModel) -> int:
+    """How many dimensions of a head RoPE rotates in layers with full attention."""
     buffers = dict(model.named_buffers())
-    found = [name for name in buffers if name.endswith("inv_freq") and "original" not in name]
-    return 2 * len(buffers[next((name for name in found if name.endswith("full_attention_inv_freq")), found[0])])
+    names = [name for name in buffers if name.endswith("inv_freq") and "original" not in name]
+    full = (name for name in names if name.endswith("full_attention_inv_freq"))
+    return 2 * len(buffers[next(full, names[0])])
 
 
-def _global(rope: dict[str, Any]) -> dict[str, Any]:
+def _full_attention_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return rope.get("full_attention") or rope
 
 
 @contextmanager
-def roped_as(model: PreTrainedModel, rope: Rope) -> Iterator[None]:
-    """The model with other rope parameters, for a block."""
+def rope_override(model: PreTrainedModel, rope: Rope) -> Iterator[None]:
+    """Run a block with other rope parameters."""
     before = copy.deepcopy(model.config.get_text_config().rope_parameters)
     set_rope(model, rope)
     try:
         yield
     finally:
-        set_rope(model, _global(before))
+        set_rope(model, _full_attention_rope(before))
         model.config.get_text_config().rope_parameters = before

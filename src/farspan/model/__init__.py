@@ -1,4 +1,4 @@
-"""Our own models. Importing this package makes `AutoModelForCausalLM` know the type "farspan"."""
+"""farspan's model. Importing this package registers the type "farspan" with transformers."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

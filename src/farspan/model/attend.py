@@ -1,8 +1,8 @@
-"""Attention with a score bias, as one function that Hugging Face's attention interface can call.
+"""Attention with a score bias, as one function for Hugging Face's attention interface.
 
-Stock SDPA has no place for a bias rule and Hugging Face's flex function drops a score_mod without a word. One
-`Bias` serves both paths here: FlexAttention on CUDA, where it costs no memory, and a materialised bias
-elsewhere. Without a bias this is Hugging Face's own SDPA.
+Stock SDPA takes no bias function, and Hugging Face's flex function silently drops a score_mod. Here
+one bias serves both paths: FlexAttention on CUDA, where the bias takes no memory, and a
+materialized bias elsewhere. Without a bias this is Hugging Face's SDPA.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from farspan.model.fast import compile_often
-from farspan.model.positions import PlacedBias, Table
+from farspan.model.compile import raise_recompile_limit
+from farspan.model.positions import PlacedBias, TableBias
 
 NAME = "farspan_sdpa"
 
@@ -31,30 +31,39 @@ def attend(
     bias: PlacedBias | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling · q·k + bias) v, [B, Q, H, D]; a scale put on q never reaches the bias."""
+    """softmax(scaling · q·k + bias) v, [B, Q, H, D]; scaling q does not scale the bias."""
     if bias is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if query.is_cuda and attention_mask is None and query.shape[2] > 1 and not kwargs.get("dropout"):
+    plain = attention_mask is None and query.shape[2] > 1 and not kwargs.get("dropout")
+    if query.is_cuda and plain:
         return attend_flex(query, key, value, bias, kwargs.get("scaling"), compiled=True), None
     position_bias = bias.tensor().to(query.dtype)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, position_bias=position_bias, **kwargs
+    )
 
 
 def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, bias: PlacedBias, scaling: float | None, compiled: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: PlacedBias,
+    scaling: float | None,
+    compiled: bool,
 ) -> Tensor:
-    """The same for a plain causal call, through FlexAttention: [B, H, Q, D] in, [B, Q, H, D] out."""
+    """The same for a plain causal call by FlexAttention: [B, H, Q, D] in, [B, Q, H, D] out."""
     length = query.shape[2]
-    # Inside a compiled layer it is compiled with the layer.
+    # Inside a compiled layer FlexAttention is compiled with the layer.
     flex = _compiled_flex() if compiled and not torch.compiler.is_compiling() else flex_attention
+    tiles = {"BLOCK_M": 64, "BLOCK_N": 64}
     output = flex(
         query,
         key[:, :, :length],
         value[:, :, :length],
         score_mod=bias.score_mod(length),
         block_mask=bias.blocks or causal_blocks(length, query.device),
-        # Triton would stage a gathered bias in shared memory too, and larger tiles of it than there is room for.
-        kernel_options={"BLOCK_M": 64, "BLOCK_N": 64} if isinstance(bias.at, Table) else None,
+        # Triton also stages a gathered bias in shared memory, where larger tiles do not fit.
+        kernel_options=tiles if isinstance(bias.function, TableBias) else None,
         scale=scaling,
         enable_gqa=True,
     )
@@ -63,13 +72,15 @@ def attend_flex(
 
 @functools.cache
 def _compiled_flex():
-    compile_often()  # a grid of passkeys has more lengths and batches than eight
+    raise_recompile_limit()  # a passkey grid has more than eight lengths and batch sizes
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device):
-    return create_block_mask(lambda batch, head, row, column: row >= column, None, None, length, length, device=device)
+    return create_block_mask(
+        lambda batch, head, row, column: row >= column, None, None, length, length, device=device
+    )
 
 
 AttentionInterface.register(NAME, attend)

@@ -1,7 +1,7 @@
-"""Every way a model can be told where a token stands, behind one interface of three no-ops.
+"""Position encodings behind one interface.
 
-A position encoding may change the embeddings (learned, sinusoidal), turn queries and keys (rope), or add a
-bias to the scores (alibi, t5). `NoPE` does none of these, and that is the point.
+A position encoding changes the embeddings (learned, sinusoidal), rotates queries and keys (rope),
+or adds a bias to the scores (alibi, t5). `NoPE` does none of these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class Position(nn.Module):
-    """One encoding, shared by all layers that use it."""
+    """One encoding, shared by all layers that use it; by default it does nothing."""
 
     bias: Bias | None
 
@@ -32,24 +32,24 @@ class Position(nn.Module):
         self.bias = None
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, Q, d] with positions [B, Q] written into it."""
+        """The embeddings x [B, Q, d] with positions [B, Q] added."""
         return x
 
     def angles(self, x: Tensor, positions: Tensor) -> Angles | None:
-        """What `rotate` needs, computed once a forward pass for all layers."""
+        """Cosine and sine for `rotate`, computed once per forward pass for all layers."""
         return None
 
 
 class NoPE(Position):
-    """No position encoding: order reaches the model through the causal mask alone."""
+    """No position encoding: the model sees order only through the causal mask."""
 
 
 class Rope(Position):
-    """Rotary encoding in every form that Hugging Face's `rope_parameters` can name (PI, NTK, YaRN, …)."""
+    """Rotary encoding of any type in Hugging Face's `rope_parameters` (PI, NTK, YaRN, …)."""
 
     def __init__(self, config):
         super().__init__()
-        # GPT-NeoX's is the one that honours a rotary fraction; the frequencies are the same everywhere.
+        # GPT-NeoX's class supports a rotary fraction; its frequencies are those of all families.
         self.rotary_emb = GPTNeoXRotaryEmbedding(config)
 
     def angles(self, x: Tensor, positions: Tensor) -> Angles:
@@ -57,23 +57,23 @@ class Rope(Position):
 
 
 def rotate(q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-    """Turn the first dimensions of q and k [B, H, Q, D] by angles [B, Q, R]; the other D − R pass unturned. Queries
-    may be fewer than keys: those of the last positions."""
+    """Rotate the first R dimensions of q and k [B, H, Q, D] by angles [B, Q, R].
+
+    With fewer queries than keys, the queries are those of the last positions."""
     cos, sin = (part.unsqueeze(1) for part in angles)
     last = slice(k.shape[2] - q.shape[2], None)
-    return _turn(q, cos[:, :, last], sin[:, :, last]), _turn(k, cos, sin)
+    return _rotate_one(q, cos[:, :, last], sin[:, :, last]), _rotate_one(k, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    left, right = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-right, left), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    left, right = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-right, left), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 class Learned(Position):
-    """One trained vector a position. Rows beyond the training length exist only if the table was made longer,
-    and then they are untrained."""
+    """One learned vector per position; rows beyond the train length are untrained."""
 
     def __init__(self, length: int, width: int):
         super().__init__()
@@ -84,7 +84,7 @@ class Learned(Position):
 
 
 class Sinusoidal(Position):
-    """Fixed waves of geometric wavelengths: sine in the first half of the width, cosine in the second."""
+    """Fixed waves of geometric wavelengths: sines in the first half of the width, then cosines."""
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -94,43 +94,44 @@ class Sinusoidal(Position):
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes:
-    """−slope · distance for each head, in closed form."""
+class LinearBias:
+    """−slope · distance for each head."""
 
-    values: Tensor  # [H]
+    slopes: Tensor  # [H]
 
     def __call__(self, head: Tensor, distance: Tensor) -> Tensor:
-        return -self.values[head] * distance
+        return -self.slopes[head] * distance
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """A number for each head and distance."""
+class TableBias:
+    """A table of biases by head and distance."""
 
-    values: Tensor  # [H, reach]
+    values: Tensor  # [H, length]
 
     def __call__(self, head: Tensor, distance: Tensor) -> Tensor:
         return self.values[head, distance]
 
-    def square(self, length: int) -> Tensor:
-        """values[h, i − j] at [h, i, j] for j ≤ i, [H, T, T]. Rows are shifted and nothing is gathered, so that its
-        gradient is a sum over rows."""
+    def toeplitz(self, length: int) -> Tensor:
+        """values[h, i − j] at [h, i, j] for j ≤ i, [H, T, T].
+
+        It shifts rows instead of gathering, so the gradient is a sum over rows."""
         rows = self.values[:, None, :length].flip(-1).expand(-1, length, -1)
         return F.pad(rows, (1, 0)).view(-1, length + 1, length)[:, 1:]
 
 
 class Bias(nn.Module):
-    """What each head adds to the score of a query and a key, as a function of the distance between the two."""
+    """The score bias of each head as a function of the distance from query to key."""
 
     heads: int
 
-    def forward(self, reach: int) -> Slopes | Table:
-        """The function, for distances below `reach`."""
+    def forward(self, length: int) -> LinearBias | TableBias:
+        """The function, for distances below `length`."""
         raise NotImplementedError
 
 
 class AlibiBias(Bias):
-    """−slope · distance, with the slopes of a geometric series (Press et al.)."""
+    """−slope · distance, with slopes in a geometric series (Press et al. 2022)."""
 
     slopes: Tensor
 
@@ -139,12 +140,12 @@ class AlibiBias(Bias):
         self.heads = heads
         self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
 
-    def forward(self, reach: int) -> Slopes:
-        return Slopes(self.slopes)
+    def forward(self, length: int) -> LinearBias:
+        return LinearBias(self.slopes)
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8/n), 2^(-16/n), … for n a power of two; other counts fill up with every second slope of 2n."""
+    """2^(-8/n), 2^(-16/n), … for n a power of two; other counts add every second slope of 2n."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     between = [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -152,15 +153,16 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class T5Bias(Bias):
-    """A learned number for each head and each bucket of distance: exact when near, logarithmic when far."""
+    """A learned bias per head and distance bucket; buckets are exact near and logarithmic far."""
 
     def __init__(self, heads: int, buckets: int, max_distance: int):
         super().__init__()
         self.heads, self.buckets, self.max_distance = heads, buckets, max_distance
         self.table = nn.Embedding(buckets, heads)
 
-    def forward(self, reach: int) -> Table:
-        return Table(self.table(self.bucket(torch.arange(reach, device=self.table.weight.device))).T)
+    def forward(self, length: int) -> TableBias:
+        distance = torch.arange(length, device=self.table.weight.device)
+        return TableBias(self.table(self.bucket(distance)).T)
 
     def bucket(self, distance: Tensor) -> Tensor:
         exact = self.buckets // 2
@@ -184,36 +186,39 @@ class T5(Position):
 
 @dataclass(frozen=True, eq=False)
 class PlacedBias:
-    """A bias together with the cache slots that this call's queries and keys stand in. Slots and not position ids: left
-    padding shifts both, and so changes nothing."""
+    """A bias with the cache slots of one call's queries and keys.
 
-    at: Slopes | Table
+    Slots, not position ids: left padding shifts queries and keys alike and changes no distance."""
+
+    function: LinearBias | TableBias
     heads: int
     query_index: Tensor  # [Q]
     key_index: Tensor  # [K]
-    blocks: Any = None  # FlexAttention's map of the causal triangle, made once for all layers
+    blocks: Any = None  # FlexAttention's causal block mask, made once for all layers
 
     def tensor(self, rows: slice = slice(None)) -> Tensor:
-        """The bias of the given query rows, [1, H, rows, K]; a key that comes after counts as distance 0."""
+        """The bias of these query rows, [1, H, rows, K]; a future key counts as distance 0."""
         distance = (self.query_index[rows][:, None] - self.key_index).clamp(min=0)
         head = torch.arange(self.heads, device=distance.device)
-        return self.at(head[:, None, None], distance)[None]
+        return self.function(head[:, None, None], distance)[None]
 
     def score_mod(self, length: int) -> Callable[..., Tensor]:
-        """The same for FlexAttention, where queries and keys stand in the same slots.
+        """The same for FlexAttention, for queries and keys in the same slots.
 
-        FlexAttention adds the gradient of every score to what it was made of, one at a time. Where a table learns, a
-        square spreads them over as many places; adding to the table itself made a step fourteen times slower.
+        FlexAttention accumulates the gradient of every score into its source, one at a time. For a
+        trainable table, a Toeplitz matrix spreads them out; without it a step is 14 times slower.
         """
-        at = self.at
-        if isinstance(at, Table) and at.values.requires_grad:
-            square = at.square(length)
-            return lambda score, batch, head, row, column: score + square[head, row, column]
-        return lambda score, batch, head, row, column: score + at(head, (row - column).clamp(min=0))
+        function = self.function
+        if isinstance(function, TableBias) and function.values.requires_grad:
+            matrix = function.toeplitz(length)
+            return lambda score, batch, head, row, column: score + matrix[head, row, column]
+        return lambda score, batch, head, row, column: (
+            score + function(head, (row - column).clamp(min=0))
+        )
 
 
-def build(kind: str, config) -> Position:
-    """The encoding of that name for a farspan config."""
+def build_position(kind: str, config) -> Position:
+    """Build the position encoding of this name for a farspan config."""
     if kind == "rope":
         return Rope(config)
     if kind == "alibi":

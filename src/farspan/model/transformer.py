@@ -1,7 +1,8 @@
-"""A Llama-shaped causal transformer whose position encoding is a choice, as a Hugging Face model.
+"""A Llama-shaped Hugging Face model with a choice of position encoding per layer.
 
-Parameter names are Llama's, so weights move between the two; with rotation on every layer the two agree to
-rounding. Every attention call goes through Hugging Face's attention interface: that is where the seam sits.
+Parameter names are Llama's, so weights can be exchanged; with rotation in every layer the outputs
+agree to rounding. Every attention call goes through Hugging Face's attention interface, and so
+through the attention seam.
 """
 
 from __future__ import annotations
@@ -22,19 +23,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
 from farspan.errors import FarspanError
-from farspan.model import attend as biased
+from farspan.model import attend as biased_attention
 from farspan.model.config import FULL, SLIDING, FarspanConfig
-from farspan.model.positions import AlibiBias, PlacedBias, Position, alibi_slopes, build, rotate
+from farspan.model.positions import (
+    AlibiBias,
+    PlacedBias,
+    Position,
+    alibi_slopes,
+    build_position,
+    rotate,
+)
 
-eager_attention_forward = biased.attend  # where the seam looks for a family's eager function
+eager_attention_forward = biased_attention.attend  # the seam looks it up here
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
-class Embedding(nn.Embedding):
-    """A vector a token, times a constant: beside positions that are added to it, it has to be as large as they are.
+class ScaledEmbedding(nn.Embedding):
+    """Token embeddings times a constant, so that they match the magnitude of added positions.
 
-    Padding has a vector like any other. Where the end of a text pads as well, a vector of its own that is kept at zero
-    would keep the model from learning what an end is.
+    There is no padding_idx: the token that ends a text is often the padding token too, and a vector
+    fixed at zero would keep the model from learning the end of a text.
     """
 
     def __init__(self, config: FarspanConfig):
@@ -47,7 +55,7 @@ class Embedding(nn.Embedding):
 
 
 class FarspanAttention(nn.Module):
-    """Grouped-query attention. Whatever the position encoding does to q, k or the scores is handed in."""
+    """Grouped-query attention; angles and score bias of the position encoding are arguments."""
 
     def __init__(self, config: FarspanConfig, layer_idx: int):
         super().__init__()
@@ -57,25 +65,37 @@ class FarspanAttention(nn.Module):
         self.num_key_value_groups = heads // kv_heads
         self.scaling = config.base_scale
         self.is_causal = True
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
+        self.sliding_window = (
+            config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
+        )
         self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
     def forward(
-        self, hidden_states, attention_mask=None, angles=None, bias=None, past_key_values=None, last=0, **kwargs
+        self,
+        hidden_states,
+        attention_mask=None,
+        angles=None,
+        bias=None,
+        past_key_values=None,
+        positions_to_keep=0,
+        **kwargs,
     ):
-        q = self.q_proj(hidden_states[:, -last:])  # 0: all positions ask
+        q = self.q_proj(hidden_states[:, -positions_to_keep:])  # 0: queries of all positions
         k, v = self.k_proj(hidden_states), self.v_proj(hidden_states)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))  # [B, H, Q, D]
+        # [B, H, Q, D]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if angles is not None:
             q, k = rotate(q, k, angles)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if bias is not None:
             kwargs["bias"] = bias
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, biased.attend)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, biased_attention.attend
+        )
         dropout = self.config.dropout if self.training else 0.0
         output, weights = attention(
             self,
@@ -126,9 +146,16 @@ class FarspanLayer(GradientCheckpointingLayer):
         self.mlp = MLPS[config.mlp](config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, last: int = 0, **kwargs) -> Tensor:
-        """With `last`, only so many positions come out, and only they ask; all are keys and values."""
-        x = x[:, -last:] + self.dropout(self.self_attn(self.input_layernorm(x), last=last, **kwargs)[0])
+    def forward(self, x: Tensor, positions_to_keep: int = 0, **kwargs) -> Tensor:
+        """The hidden states of the last `positions_to_keep` positions (0: all).
+
+        Only these are queries; all positions are keys and values."""
+        # Sliced first: the order of operations on x fixes the rounding of its gradient.
+        residual = x[:, -positions_to_keep:]
+        attended, _ = self.self_attn(
+            self.input_layernorm(x), positions_to_keep=positions_to_keep, **kwargs
+        )
+        x = residual + self.dropout(attended)
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -144,22 +171,24 @@ class FarspanPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Layers with a score bias need the one function that does not drop it."""
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        """Layers with a score bias need the attention function that does not drop it."""
         if not {"alibi", "t5"} & set(self.config.position):
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         if requested_attention in (None, "sdpa"):
-            return biased.NAME
-        if biased.NAME not in requested_attention:
+            return biased_attention.NAME
+        if biased_attention.NAME not in requested_attention:
             raise FarspanError(
-                f"attention {requested_attention!r} would drop the score bias of alibi and t5 layers; "
-                "leave attn_implementation unset"
+                f"attention {requested_attention!r} would drop the score bias of alibi and t5 "
+                "layers; do not set attn_implementation"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, AlibiBias):  # a buffer that is not saved: loading builds it on no device
+        if isinstance(module, AlibiBias):  # its buffer is not saved and loads on the meta device
             slopes = torch.tensor(alibi_slopes(module.slopes.numel()))
             module.slopes = slopes.to(module.slopes.device)
 
@@ -167,9 +196,13 @@ class FarspanPreTrainedModel(PreTrainedModel):
 class FarspanModel(FarspanPreTrainedModel):
     def __init__(self, config: FarspanConfig):
         super().__init__(config)
-        self.embed_tokens = Embedding(config)
-        self.positions = nn.ModuleDict({kind: build(kind, config) for kind in sorted(set(config.position))})
-        self.layers = nn.ModuleList(FarspanLayer(config, index) for index in range(config.num_hidden_layers))
+        self.embed_tokens = ScaledEmbedding(config)
+        self.positions = nn.ModuleDict(
+            {kind: build_position(kind, config) for kind in sorted(set(config.position))}
+        )
+        self.layers = nn.ModuleList(
+            FarspanLayer(config, index) for index in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.gradient_checkpointing = False
@@ -184,13 +217,16 @@ class FarspanModel(FarspanPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        last: int = 0,
+        positions_to_keep: int = 0,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of all positions, or of the `last` so many: the last layer then spares the others."""
+        """Hidden states of the last `positions_to_keep` positions (0: all).
+
+        The last layer computes no others, where its attention backend allows that."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not (self.gradient_checkpointing and self.training):
+        checkpointing = self.gradient_checkpointing and self.training
+        if use_cache and past_key_values is None and not checkpointing:
             past_key_values = DynamicCache(config=self.config)
         packed = position_ids is not None
         if position_ids is None:
@@ -198,45 +234,57 @@ class FarspanModel(FarspanPreTrainedModel):
             position_ids = (torch.arange(x.shape[1], device=x.device) + past)[None]
         masks = self._masks(x, attention_mask, position_ids if packed else None, past_key_values)
         biases = self._biases(x.shape[1], x.device, past_key_values)
-        angles = {}
-        for kind in self.positions:
-            x = self._position(kind).embed(x, position_ids)
-            angles[kind] = self._position(kind).angles(x, position_ids)
-        if torch.is_autocast_enabled(x.device.type):
-            # Autocast leaves sums in float32, and so the whole residual stream: twice the memory traffic for nothing.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self.dropout(x)
+        x, angles = self._embed_positions(x, position_ids)
         states = []
-        for layer, kind, span in zip(self.layers, self.config.position, self.config.layer_types, strict=True):
+        for layer, kind, span in zip(
+            self.layers, self.config.position, self.config.layer_types, strict=True
+        ):
             if output_hidden_states:
                 states.append(x)
-            placed = {"attention_mask": masks[span], "angles": angles[kind], "bias": biases.get((kind, span))}
-            if layer is self.layers[-1] and self._spares(last, x):
-                placed |= self._ending(last, x, masks[span], biases.get((kind, span)), past_key_values)
-            x = layer(x, past_key_values=past_key_values, **placed, **kwargs)
-        x = self.norm(x[:, -last:])
+            mask, bias = masks[span], biases.get((kind, span))
+            options = {"attention_mask": mask, "angles": angles[kind], "bias": bias}
+            if layer is self.layers[-1] and self._can_skip_queries(positions_to_keep, x):
+                options |= self._last_layer_options(
+                    positions_to_keep, x, mask, bias, past_key_values
+                )
+            x = layer(x, past_key_values=past_key_values, **options, **kwargs)
+        x = self.norm(x[:, -positions_to_keep:])
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*states, x) if output_hidden_states else None,
         )
 
+    def _embed_positions(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The embeddings with absolute positions and dropout, and the angles of each encoding."""
+        angles = {}
+        for kind in self.positions:
+            x = self._position(kind).embed(x, position_ids)
+            angles[kind] = self._position(kind).angles(x, position_ids)
+        if torch.is_autocast_enabled(x.device.type):
+            # Autocast keeps sums in float32, and with them the residual stream: twice the memory
+            # traffic for no gain.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self.dropout(x), angles
+
     def _position(self, kind: str) -> Position:
-        return self.positions[kind]  # type: ignore[return-value]  # a ModuleDict forgets what it holds
+        return self.positions[kind]  # type: ignore[return-value]  # ModuleDict is untyped
 
     def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict[str, Tensor | None]:
-        """One mask a kind of layer. Without cache, padding, packing or a window that hides a key it is None: causal
-        SDPA needs none, and one that exists would cost the flash kernel."""
-        if isinstance(attention_mask, dict):  # `generate` prepares them ahead for a static cache
+        """One mask per layer type.
+
+        It is None without cache, padding, packing or a window that hides a key: causal SDPA needs
+        no mask, and a mask rules out the flash kernel."""
+        if isinstance(attention_mask, dict):  # prepared by `generate` for a static cache
             return attention_mask
-        # Said here, for while a CUDA graph is recorded some versions of transformers would make a mask. FlexAttention
-        # alone is causal by its mask.
+        # Decided here because some versions of transformers make a mask while a CUDA graph is
+        # recorded. FlexAttention needs a mask to be causal.
         plain = attention_mask is past_key_values is position_ids is None
         plain &= "flex" not in self.config._attn_implementation
-        reach = {FULL: x.shape[1], SLIDING: self.config.sliding_window or 0}
+        windows = {FULL: x.shape[1], SLIDING: self.config.sliding_window or 0}
         return {
             span: None
-            if plain and reach[span] >= x.shape[1]
+            if plain and windows[span] >= x.shape[1]
             else MASKS[span](
                 config=self.config,
                 inputs_embeds=x,
@@ -247,44 +295,49 @@ class FarspanModel(FarspanPreTrainedModel):
             for span in set(self.config.layer_types)
         }
 
-    def _spares(self, last: int, x: Tensor) -> bool:
-        """Can the last layer leave out all but the last queries? Flash backends take no mask to place them by."""
-        return 0 < last < x.shape[1] and "sdpa" in self.config._attn_implementation
+    def _can_skip_queries(self, positions_to_keep: int, x: Tensor) -> bool:
+        """Whether the last layer can compute the last queries only; flash backends take no mask."""
+        return 0 < positions_to_keep < x.shape[1] and "sdpa" in self.config._attn_implementation
 
-    def _ending(self, last: int, x: Tensor, mask, bias: PlacedBias | None, past_key_values) -> dict[str, Any]:
-        """What the last layer is told when only the last queries count. A causal mask that was left away must be there
-        now, for SDPA would take these queries for the first."""
+    def _last_layer_options(
+        self, count: int, x: Tensor, mask, bias: PlacedBias | None, past_key_values
+    ) -> dict[str, Any]:
+        """The arguments of the last layer for the last `count` queries only.
+
+        They need an explicit causal mask, for SDPA would take them for the first queries."""
         queries = keys = x.shape[1]
         if mask is not None:
-            mask = mask[:, :, -last:]
+            mask = mask[:, :, -count:]
         else:
             if past_key_values is not None:
                 keys, _ = past_key_values.get_mask_sizes(queries, len(self.layers) - 1)
             slots = torch.arange(keys, device=x.device)
-            mask = (slots[queries - last : queries, None] >= slots)[None, None]
+            mask = (slots[queries - count : queries, None] >= slots)[None, None]
         if bias is not None:
-            bias = replace(bias, query_index=bias.query_index[-last:], blocks=None)
-        return {"attention_mask": mask, "bias": bias, "last": last}
+            bias = replace(bias, query_index=bias.query_index[-count:], blocks=None)
+        return {"attention_mask": mask, "bias": bias, "positions_to_keep": count}
 
     def _biases(self, queries: int, device, past_key_values) -> dict[tuple[str, str], PlacedBias]:
-        """The score bias of each kind of layer, placed where this call's queries and keys stand in the cache."""
+        """The score bias of each encoding and layer type, at the cache slots of this call."""
         pairs = zip(self.config.position, self.config.layer_types, strict=True)
         first = {pair: index for index, pair in reversed(list(enumerate(pairs)))}
         placed = {}
         for (kind, span), index in first.items():
-            rule = self._position(kind).bias
-            if rule is None:
+            bias = self._position(kind).bias
+            if bias is None:
                 continue
-            seen, keys, offset = 0, queries, 0
+            past, keys, offset, blocks = 0, queries, 0, None
             if past_key_values is not None:
-                seen = past_key_values.get_seq_length(index)
+                past = past_key_values.get_seq_length(index)
                 keys, offset = past_key_values.get_mask_sizes(queries, index)
+            elif device.type == "cuda":
+                blocks = biased_attention.causal_blocks(queries, device)
             placed[kind, span] = PlacedBias(
-                rule(keys),
-                rule.heads,
-                torch.arange(queries, device=device) + seen,
+                bias(keys),
+                bias.heads,
+                torch.arange(queries, device=device) + past,
                 torch.arange(keys, device=device) + offset,
-                biased.causal_blocks(queries, device) if device.type == "cuda" and past_key_values is None else None,
+                blocks,
             )
         return placed
 
@@ -303,7 +356,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,  # named here, or `generate` would not place left-padded prompts
+        position_ids: Tensor | None = None,  # `generate` passes it only if the signature has it
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -311,7 +364,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Logits of the last `logits_to_keep` positions (0: all), or of the positions it lists."""
+        """Logits of the last `logits_to_keep` positions (0: all), or of the listed positions."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -335,7 +388,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
 
 
 def zero_outputs(model: PreTrainedModel) -> None:
-    """Let what each layer adds to the stream start at zero."""
+    """Set the output projections of every layer to zero, so that layers start as the identity."""
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             nn.init.zeros_(parameter)

@@ -1,1 +1,1 @@
-"""Records become pictures and pages."""
+"""Figures, tables and pages of results."""

@@ -1,22 +1,23 @@
-"""How all figures look, and what they have in common."""
+"""The style of all figures, and helpers that they share."""
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from farspan.files import write_bytes
 
-INK, FAINT = "#222222", "#b8b8b8"
-# Told apart by every eye (Okabe and Ito's), and two dark ones for figures of many lines.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8c510a")
+INK, GRAY = "#222222", "#b8b8b8"
+# Okabe and Ito's colors, distinct for color-blind readers, and two dark ones for many lines.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b3294", "#8c510a")
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -31,21 +32,22 @@ STYLE = {
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """The figure as PNG and as SVG, each whole or not at all: other processes may be writing it too."""
-    for kind in ("png", "svg"):
+    """Write the figure as PNG and SVG, atomically: other processes may write the same files."""
+    for extension in ("png", "svg"):
         buffer = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands in the figure itself
-            figure.savefig(buffer, format=kind, dpi=150)
-        write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
+            # A missing glyph is visible as a box in the figure.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            figure.savefig(buffer, format=extension, dpi=150)
+        write_bytes(stem.with_suffix(f".{extension}"), buffer.getvalue())
 
 
-def looks(colours: Sequence[str]) -> list[dict[str, Any]]:
-    """As many lines as can be told apart."""
-    return [{"color": colour, "ls": dashes} for dashes in ("-", "--", ":") for colour in colours]
+def line_styles(colors: Sequence[str]) -> list[dict[str, Any]]:
+    """Distinct combinations of color and dashes."""
+    return [{"color": color, "ls": dashes} for dashes in ("-", "--", ":") for color in colors]
 
 
-def mark_training(axes: Any, lengths: set[int], label: bool = True) -> None:
+def mark_train_length(axes: Axes, lengths: Iterable[int], label: bool = True) -> None:
     for length in lengths:
         axes.axvline(length, color=INK, lw=0.8, ls="--", zorder=0)
         if label:
@@ -61,22 +63,24 @@ def mark_training(axes: Any, lengths: set[int], label: bool = True) -> None:
             )
 
 
-def leave_out(panels: np.ndarray, used: int, columns: int) -> None:
-    """Blank the last panels of a grid; those that then end their columns bear the numbers of the axis."""
+def hide_unused_panels(panels: np.ndarray, used: int, columns: int) -> None:
+    """Hide the last panels of a grid, and label the x axis of those now at the foot of a column."""
     for axes in panels[used:]:
         axes.set_axis_off()
     for axes in panels[max(0, used - columns) : used]:
         axes.tick_params(labelbottom=True)
 
 
-def positions(axes: Any, length: int) -> None:
-    """Positions from 0, with at most eight ticks at multiples of a power of two."""
+def set_position_axis(axes: Axes, length: int) -> None:
+    """An x axis of positions from 0, with at most eight ticks at multiples of a power of two."""
     step = 2 ** int(np.ceil(np.log2(length / 8)))
     axes.set_xlim(0, length)
     axes.xaxis.set_major_locator(MultipleLocator(step))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}")
+    )
 
 
-def few(value: float, _: Any) -> str:
-    """Of the minor ticks of a logarithmic axis, those at 2 and 5 bear a number."""
+def minor_tick_label(value: float, _: Any) -> str:
+    """The label of a minor tick on a logarithmic axis: at 2 and 5 only."""
     return f"{value:g}" if str(f"{value:e}")[0] in "25" else ""

@@ -1,8 +1,8 @@
-"""The loop: the same for pretraining, for tuning, and for the search for scales.
+"""The training loop of pretraining, tuning and the search for scales.
 
-Everything that happens at a step is a pure function of the step's number: its batches, its learning rate, and its
-random numbers, for the generator is seeded anew at each. A run is therefore its weights, its optimizer's state and one
-number, and goes on bit for bit wherever it was killed.
+Everything that happens at a step is a function of the step's number: its batches, its learning
+rate, and its random numbers, since the generator is seeded again at every step. The state of a run
+is therefore its weights, its optimizer state and one number, and a killed run resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -24,57 +24,59 @@ from torch import Tensor
 
 from farspan.errors import FarspanError, PreemptedError
 from farspan.files import write_text
-from farspan.signals import held
+from farspan.signals import delay_signals
 from farspan.train import checkpoint
-from farspan.train.optim import Optimization, rate, set_rate
-from farspan.train.sharding import processes, whole
-from farspan.train.steps import RecordedSteps, Steps, Work
+from farspan.train.optim import OptimizerConfig, learning_rate, set_learning_rate
+from farspan.train.sharding import full_tensor, processes
+from farspan.train.steps import EagerSteps, GraphedSteps, TrainingTask
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-LOCK = "lock"  # while a command trains there
-DIVERGED = 2.0  # times the running mean of the loss, and a nat
+LOCK = "lock"  # exists while a command trains in the folder
+DIVERGED = 2.0  # a loss above this many times its running mean, plus one nat, has diverged
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     steps: int
     seed: int = 0
-    optimization: Optimization = field(default_factory=Optimization)
+    optimization: OptimizerConfig = field(default_factory=OptimizerConfig)
     save_every: int = 500
-    keep: tuple[int, ...] = ()  # steps whose checkpoint stays
+    keep: tuple[int, ...] = ()  # steps whose checkpoints are never removed
     log_every: int = 10
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is known of a step when it is done."""
+class StepMetrics:
+    """The metrics after a step; the fields are the keys of a line of metrics.jsonl."""
 
     step: int  # steps done
-    loss: float  # nats a token
-    lr: float  # AdamW's; Muon's goes up and down with it
+    loss: float  # nats per token
+    lr: float  # of AdamW; Muon's follows the same schedule
     grad_norm: float
-    tokens: int  # seen so far
+    tokens: int  # seen since the start of the run
     tokens_per_second: float
-    mfu: float | None  # share of the device's peak, where that is known
+    mfu: float | None  # share of the device's peak FLOP/s; None if the peak is unknown
 
 
-Listener = Callable[[Moment], None]
+StepCallback = Callable[[StepMetrics], None]
 
 
-def train(work: Work, plan: Plan, run: Path, listen: Listener = lambda moment: None) -> list[dict[str, Any]]:
-    """Take the run from where it stands to its last step; returns the metrics of the whole run.
+def train(
+    task: TrainingTask, plan: TrainPlan, run: Path, on_step: StepCallback = lambda metrics: None
+) -> list[dict[str, Any]]:
+    """Start or resume the run in the folder `run`, train to the last step, return all metrics.
 
-    SIGTERM or Ctrl-C saves and raises PreemptedError. A loss that is no number, or runs away, raises with the layer's
-    name, and the run's folder holds the last checkpoint, if there was one.
+    SIGTERM or Ctrl-C saves a checkpoint and raises PreemptedError. A loss that is not finite or
+    diverges raises an error that names the layer; the last checkpoint stays in the folder.
     """
-    with alone(run):
-        return _train(work, plan, run, listen)
+    with lock_run(run):
+        return _Loop(task, plan, run, on_step).train()
 
 
 @contextlib.contextmanager
-def alone(run: Path) -> Iterator[None]:
-    """One command at a time trains in a folder: another would sweep away what this one is writing."""
+def lock_run(run: Path) -> Iterator[None]:
+    """Let only one command train in a folder: another would remove what this one is writing."""
     if not processes().is_main_process:
         yield
         return
@@ -83,74 +85,121 @@ def alone(run: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise FarspanError(f"another process trains in {run}; wait for it, or choose another folder") from None
+        raise FarspanError(
+            f"another process is training in {run}; wait for it, or choose another folder"
+        ) from None
     try:
         yield
     finally:
-        (run / LOCK).unlink(missing_ok=True)  # while it is held: nobody else can have opened it and be waiting
+        # Remove it while it is held: no other process can have opened it and be waiting.
+        (run / LOCK).unlink(missing_ok=True)
         lock.release()
 
 
-def _train(work: Work, plan: Plan, run: Path, listen: Listener) -> list[dict[str, Any]]:
-    state = processes()
-    with state.main_process_first():  # which sets broken ones aside
-        found = checkpoint.newest(run)
-    step, calm = 0, math.nan
-    if found is not None:
-        checkpoint.restore(found, work.trained, work.optimizers)
-        step, calm = found.step, found.facts["calm"] if found.facts["calm"] is not None else math.nan
-    metrics = _metrics_until(run, step)
-    if state.is_main_process:
-        write_text(run / METRICS, "".join(json.dumps(entry) + "\n" for entry in metrics))
-    clock = _Clock(work)
-    steps = (RecordedSteps if work.recorded else Steps)(work, plan.optimization.clip)
+class _Loop:
+    """A run at some step, from its latest checkpoint on."""
 
-    def save() -> None:
-        begun = time.perf_counter()
-        tensors = checkpoint.collect(work.trained, work.optimizers)
+    def __init__(self, task: TrainingTask, plan: TrainPlan, run: Path, on_step: StepCallback):
+        self.task, self.plan, self.run, self.on_step = task, plan, run, on_step
+        self.state = processes()
+        self.step, self.mean_loss = 0, math.nan
+        self._resume()
+        self.metrics = _metrics_until(run, self.step)
+        if self.state.is_main_process:
+            write_text(run / METRICS, "".join(json.dumps(entry) + "\n" for entry in self.metrics))
+        self.throughput = _Throughput(task)
+        self.steps = (GraphedSteps if task.graphed else EagerSteps)(task, plan.optimization.clip)
+
+    def train(self) -> list[dict[str, Any]]:
+        task, plan = self.task, self.plan
+        with delay_signals() as stop_requested:
+            batches = task.batches(self.step) if self.step < plan.steps else []
+            while self.step < plan.steps:
+                batches, stop = self._take_step(batches, stop_requested)
+                if (
+                    self.step % plan.save_every == 0
+                    or self.step in plan.keep
+                    or self.step == plan.steps
+                    or stop
+                ):
+                    self._save()
+                if stop and self.step < plan.steps:
+                    raise PreemptedError(
+                        f"stopped after step {self.step} of {plan.steps}, which is saved in "
+                        f"{checkpoint.checkpoint_root(self.run)}; rerun the same command to resume"
+                    )
+        return self.metrics
+
+    def _resume(self) -> None:
+        with self.state.main_process_first():  # the main process sets damaged checkpoints aside
+            latest = checkpoint.latest(self.run)
+        if latest is not None:
+            checkpoint.restore(latest, self.task.parameters, self.task.optimizers)
+            self.step = latest.step
+            if latest.state["calm"] is not None:  # the key of mean_loss in state.json
+                self.mean_loss = latest.state["calm"]
+
+    def _take_step(
+        self, batches: Sequence[Tensor], stop_requested: Callable[[], bool]
+    ) -> tuple[Sequence[Tensor], bool]:
+        """Train on the batches; returns those of the next step, and whether to stop."""
+        task, plan = self.task, self.plan
+        multiplier = learning_rate(self.step, plan.steps, plan.optimization)
+        set_learning_rate(task.optimizers, multiplier)
+        torch.manual_seed(_step_seed(plan.seed, self.step, self.state.process_index))
+        loss, norm = self.steps.gradients(batches)
+        # Prepare the next batches while the device computes.
+        next_batches = task.batches(self.step + 1) if self.step + 1 < plan.steps else []
+        loss_value, norm_value, stop = _read(loss, norm, stop_requested(), self.state)
+        if (problem := _divergence(loss_value, norm_value, self.mean_loss)) is not None:
+            where = _first_bad_module(task, batches)
+            raise _diverged(self.run, self.step + 1, f"{problem}, first seen in {where}")
+        self.steps.update()
+        self.step += 1
+        self.mean_loss = (
+            loss_value if math.isnan(self.mean_loss) else 0.98 * self.mean_loss + 0.02 * loss_value
+        )
+        if self.step % plan.log_every == 0 or self.step == plan.steps:
+            self._log(loss_value, multiplier * plan.optimization.lr, norm_value)
+        return next_batches, stop
+
+    def _log(self, loss: float, lr: float, norm: float) -> None:
+        metrics = self.throughput.metrics(self.step, loss, lr, norm)
+        self.metrics.append(_entry(metrics))
+        if self.state.is_main_process:
+            with (self.run / METRICS).open("a") as file:
+                file.write(json.dumps(self.metrics[-1]) + "\n")
+            self.on_step(metrics)
+
+    def _save(self) -> None:
+        start = time.perf_counter()
+        tensors = checkpoint.collect(self.task.parameters, self.task.optimizers)
         for name, tensor in tensors["model"].items():
             if not bool(torch.isfinite(tensor).all()):
-                raise _diverged(run, step, f"{name} is not finite")
-        if state.is_main_process:
-            facts = {"step": step, "calm": None if math.isnan(calm) else calm}
-            checkpoint.save(run, tensors, facts, keep=plan.keep, beside=work.beside)
-        state.wait_for_everyone()
-        clock.leave_out(time.perf_counter() - begun)
-
-    with held() as asked:
-        batches = work.batches(step) if step < plan.steps else []
-        while step < plan.steps:
-            multiplier = rate(step, plan.steps, plan.optimization)
-            set_rate(work.optimizers, multiplier)
-            torch.manual_seed(_seed_of(plan.seed, step, state.process_index))
-            loss, norm = steps.gradients(batches)
-            done, batches = batches, work.batches(step + 1) if step + 1 < plan.steps else []  # while the device works
-            loss_value, norm_value, stop = _read(loss, norm, asked(), state)
-            if (what := _trouble(loss_value, norm_value, calm)) is not None:
-                raise _diverged(run, step + 1, f"{what}, first seen in {_culprit(work, done)}")
-            steps.update()
-            step += 1
-            calm = loss_value if math.isnan(calm) else 0.98 * calm + 0.02 * loss_value
-            if step % plan.log_every == 0 or step == plan.steps:
-                moment = clock.moment(step, loss_value, multiplier * plan.optimization.lr, norm_value)
-                metrics.append(_entry(moment))
-                if state.is_main_process:
-                    with (run / METRICS).open("a") as file:
-                        file.write(json.dumps(metrics[-1]) + "\n")
-                    listen(moment)
-            if step % plan.save_every == 0 or step in plan.keep or step == plan.steps or stop:
-                save()
-            if stop and step < plan.steps:
-                raise PreemptedError(
-                    f"stopped after step {step} of {plan.steps}, whose state is in {checkpoint.home(run)}; "
-                    "give the same command again to go on"
-                )
-    return metrics
+                raise _diverged(self.run, self.step, f"{name} is not finite")
+        if self.state.is_main_process:
+            mean_loss = None if math.isnan(self.mean_loss) else self.mean_loss
+            checkpoint.save(
+                self.run,
+                tensors,
+                {"step": self.step, "calm": mean_loss},
+                keep=self.plan.keep,
+                write_extras=self.task.write_extras,
+            )
+        self.state.wait_for_everyone()
+        self.throughput.exclude(time.perf_counter() - start)
 
 
-def _read(loss: Tensor, norm: Tensor, asked: bool, state: PartialState) -> tuple[float, float, bool]:
-    """The one moment of a step at which the host waits for the device; processes agree on loss and stopping."""
-    values = torch.stack((loss.float(), norm.float(), loss.new_tensor(float(asked)).float()))
+def _read(
+    loss: Tensor, norm: Tensor, stop_requested: bool, state: PartialState
+) -> tuple[float, float, bool]:
+    """The values of loss and norm, and whether to stop; all processes get the same.
+
+    This is the only point of a step where the host waits for the device.
+    """
+    values = torch.stack(
+        (loss.float(), norm.float(), loss.new_tensor(float(stop_requested)).float())
+    )
     if state.num_processes > 1:
         torch.distributed.all_reduce(values)
         values /= state.num_processes
@@ -158,104 +207,136 @@ def _read(loss: Tensor, norm: Tensor, asked: bool, state: PartialState) -> tuple
     return loss_value, norm_value, stop > 0
 
 
-def _trouble(loss: float, norm: float, calm: float) -> str | None:
-    """What must not touch the weights: a gradient that is no number, or a loss that ran away."""
+def _divergence(loss: float, norm: float, mean_loss: float) -> str | None:
+    """Why this gradient must not update the weights; None if it may."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     if not math.isfinite(norm):
-        return f"the gradient's norm is {norm}"
-    return f"the loss is {loss:g} and was {calm:.3g} on average" if loss > DIVERGED * calm + 1 else None
+        return f"the gradient norm is {norm}"
+    if loss > DIVERGED * mean_loss + 1:
+        return f"the loss is {loss:g} and was {mean_loss:.3g} on average"
+    return None
 
 
-def _diverged(run: Path, step: int, what: str) -> FarspanError:
-    """The same folder would refuse another learning rate, for it holds another run then."""
-    kept = max(checkpoint.home(run).glob("step-*"), default=None)
-    state = f"the last good state is in {kept}" if kept else "no state of it is kept, for there was no checkpoint yet"
+def _diverged(run: Path, step: int, reason: str) -> FarspanError:
+    """The error of a diverged run; a lower learning rate is another run and needs a new folder."""
+    last = max(checkpoint.checkpoint_root(run).glob("step-*"), default=None)
+    state = f"the last good state is in {last}" if last else "there was no checkpoint yet"
     return FarspanError(
-        f"training diverged at step {step}: {what}; {state}; train again with a lower learning rate and another -o"
+        f"training diverged at step {step}: {reason}; {state}; train again with a lower learning "
+        "rate and another -o"
     )
 
 
-def _culprit(work: Work, batches: Sequence[Tensor]) -> str:
-    """The first module whose output is no number; else the parameter whose gradient is not, or is largest."""
+def _first_bad_module(task: TrainingTask, batches: Sequence[Tensor]) -> str:
+    """The first module whose output is not finite; else the parameter whose gradient is not finite,
+    or is the largest."""
     bad: list[str] = []
 
-    def looking_at(name: str) -> Callable[..., None]:
-        def look(module, inputs, output) -> None:
+    def check_output_of(name: str) -> Callable[..., None]:
+        def check(module, inputs, output) -> None:
             first = output[0] if isinstance(output, tuple) else output
-            if not bad and isinstance(first, Tensor) and not bool(torch.isfinite(whole(first)).all()):
+            if (
+                not bad
+                and isinstance(first, Tensor)
+                and not bool(torch.isfinite(full_tensor(first)).all())
+            ):
                 bad.append(name)
 
-        return look
+        return check
 
-    hooks = [module.register_forward_hook(looking_at(name)) for name, module in work.module.named_modules() if name]
+    hooks = [
+        module.register_forward_hook(check_output_of(name))
+        for name, module in task.module.named_modules()
+        if name
+    ]
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for batch in batches:
-                work.module(batch)
+                task.module(batch)
     finally:
         for hook in hooks:
             hook.remove()
     if bad:
         return bad[0].removeprefix("module.")
-    sizes = {name: float(whole(p.grad).norm()) for name, p in work.trained.items() if p.grad is not None}
-    unreal = [name for name, size in sizes.items() if not math.isfinite(size)]
-    return unreal[-1] if unreal else max(sizes, key=sizes.__getitem__)  # backwards, the last layer is the first
+    norms = {
+        name: float(full_tensor(parameter.grad).norm())
+        for name, parameter in task.parameters.items()
+        if parameter.grad is not None
+    }
+    not_finite = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    # The backward pass goes from the last layer to the first.
+    return not_finite[-1] if not_finite else max(norms, key=norms.__getitem__)
 
 
-def _seed_of(seed: int, step: int, process: int) -> int:
+def _step_seed(seed: int, step: int, process: int) -> int:
     return (seed << 40) + (process << 32) + step
 
 
-def _entry(moment: Moment) -> dict[str, Any]:
+def _entry(metrics: StepMetrics) -> dict[str, Any]:
     """A line of metrics.jsonl."""
-    rounded = {"tokens_per_second": round(moment.tokens_per_second), "mfu": moment.mfu and round(moment.mfu, 4)}
-    return {**vars(moment), **rounded}
+    rounded = {
+        "tokens_per_second": round(metrics.tokens_per_second),
+        "mfu": metrics.mfu and round(metrics.mfu, 4),
+    }
+    return {**vars(metrics), **rounded}
 
 
 def _metrics_until(run: Path, step: int) -> list[dict[str, Any]]:
-    """What was noted up to a step. Later lines are of steps that will be taken again; the last may be cut short."""
+    """The logged metrics up to a step. Later steps will be repeated; the last line may be cut."""
     if not (run / METRICS).exists():
         return []
-    kept = []
+    entries = []
     for line in (run / METRICS).read_text().splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
             break
         if entry["step"] <= step:
-            kept.append(entry)
-    return kept
+            entries.append(entry)
+    return entries
 
 
-class _Clock:
-    """Tokens a second between two looks, saves left out."""
+class _Throughput:
+    """Tokens per second between two logged steps, without the time of saving."""
 
-    def __init__(self, work: Work):
-        self.work, self.peak = work, peak_flops()
-        self.step: int | None = None  # nothing before the first look counts: kernels are compiled there
+    def __init__(self, task: TrainingTask):
+        self.task, self.peak = task, peak_flops()
+        self.step: int | None = None  # the first interval does not count: it compiles kernels
         self.since = 0.0
-        self.last = 0.0
+        self.tokens_per_second = 0.0
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         self.since += seconds
 
-    def moment(self, step: int, loss: float, lr: float, norm: float) -> Moment:
+    def metrics(self, step: int, loss: float, lr: float, norm: float) -> StepMetrics:
         now = time.perf_counter()
         if self.step is not None:
-            self.last = (step - self.step) * self.work.tokens / (now - self.since)
+            self.tokens_per_second = (step - self.step) * self.task.tokens / (now - self.since)
         self.step, self.since = step, now
         devices = processes().num_processes
-        mfu = self.last * self.work.flops / (self.peak * devices) if self.peak and self.last else None
-        return Moment(step, loss, lr, norm, step * self.work.tokens, self.last, mfu)
+        mfu = (
+            self.tokens_per_second * self.task.flops / (self.peak * devices)
+            if self.peak and self.tokens_per_second
+            else None
+        )
+        tokens = step * self.task.tokens
+        return StepMetrics(step, loss, lr, norm, tokens, self.tokens_per_second, mfu)
 
 
-# Dense bf16 matrix products, from the data sheets: FLOP/s
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "RTX 4090": 165e12}
+# FLOP/s of dense bf16 matrix products, from the data sheets.
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 
 
 def peak_flops() -> float | None:
-    """The peak of this device, where its data sheet is known: MFU is a share of it."""
+    """The peak FLOP/s of this device for the MFU; None if its data sheet is not listed."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

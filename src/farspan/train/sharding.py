@@ -1,7 +1,8 @@
-"""Tensors that may be spread over processes: seen whole, cut again, and when their gradients meet.
+"""Tensors that may be sharded over processes: gather them, shard them, sync their gradients.
 
-Accelerate launches the processes and wraps data parallel models. Sharding calls torch's own `fully_shard`: where there
-is no GPU, Accelerate's plugin silently falls back to plain data parallel, and could not be tested.
+Accelerate launches the processes and wraps data-parallel models. Sharding calls torch's
+`fully_shard` directly: without a GPU, Accelerate's plugin silently falls back to plain data
+parallelism and could not be tested.
 """
 
 from __future__ import annotations
@@ -17,41 +18,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def processes() -> PartialState:
-    """Who runs together: one process, or those that torchrun started. Without a GPU Accelerate wants to be told so."""
+    """The process group: one process, or those that torchrun started."""
     return PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
 
 
 def data_parallel(module: nn.Module) -> nn.Module:
-    """The module with its gradients averaged over the processes; itself, where there is one."""
+    """The module with gradients averaged over the processes; unchanged if there is only one."""
     return module if processes().num_processes == 1 else Accelerator().prepare_model(module)
 
 
 def shard(module: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
-    """FSDP2: every layer's weights spread over the processes, gathered while it computes."""
+    """Shard the weights of every layer over the processes (FSDP2); a layer gathers them to run."""
     on_gpu = next(module.parameters()).is_cuda
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
+    precision = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
+    )
     for layer in layers:
         fully_shard(layer, mp_policy=precision)
     fully_shard(module, mp_policy=precision)
     return module
 
 
-def meet_gradients(module: nn.Module, now: bool) -> None:
-    """Let the next backward pass reduce gradients over the processes, or only add up its own."""
+def sync_gradients(module: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass reduces gradients over the processes or only accumulates."""
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now)
+        module.set_requires_gradient_sync(enabled)
     elif isinstance(module, DistributedDataParallel):
-        module.require_backward_grad_sync = now
+        module.require_backward_grad_sync = enabled
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. Where it is sharded every process must ask, for each holds a part."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor. If it is sharded, every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_like(full: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a whole tensor, spread as another tensor is."""
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """This process's shard of a whole tensor, sharded as `like` is."""
     if not isinstance(like, DTensor):
         return full
-    # Every process has the whole already: nothing needs to be sent.
+    # Every process has the whole tensor already: nothing needs to be sent.
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,7 +1,7 @@
-"""One step: the gradient of a batch, then the update. Done plainly, or recorded once and replayed.
+"""One training step: the gradient of a batch, then the update; run eagerly or as CUDA graphs.
 
-A GPU computes a small model's step faster than Python can launch its kernels. Recorded as two CUDA graphs, with a look
-at the loss in between, a step is two launches.
+A GPU computes the step of a small model faster than Python can launch its kernels. Captured as two
+CUDA graphs, with the loss read in between, a step is two launches.
 """
 
 from __future__ import annotations
@@ -15,95 +15,103 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farspan.train.sharding import meet_gradients, whole
+from farspan.train.sharding import full_tensor, sync_gradients
 
-WARM = 3  # steps before recording: kernels are compiled and buffers made in them
+WARMUP_STEPS = 3  # eager steps before the capture: they compile kernels and allocate buffers
 
 
 @dataclass(eq=False)
-class Work:
-    """What learns, and from what."""
+class TrainingTask:
+    """What to train, and on which batches."""
 
-    module: nn.Module  # called with a micro batch it gives the mean loss; its gradients meet over the processes
-    trained: Mapping[str, Tensor]  # what is saved, by the names it is saved under
+    module: nn.Module  # micro batch -> mean loss; reduces its gradients over the processes
+    parameters: Mapping[str, Tensor]  # by the names under which a checkpoint saves them
     optimizers: Sequence[Optimizer]
-    batches: Callable[[int], Sequence[Tensor]]  # step -> this process's micro batches, equal in size
+    batches: Callable[[int], Sequence[Tensor]]  # step -> micro batches of this process, equal sizes
     tokens: int = 0  # of a step, over all processes
     flops: float = 0.0  # of a token, forward and backward
-    recorded: bool = False  # replay steps as CUDA graphs: one process, shapes that never change
-    after_step: Callable[[], None] = lambda: None  # a projection, say
-    beside: Callable[[Path], None] = lambda folder: None  # adds files to a checkpoint
+    graphed: bool = False  # use CUDA graphs: needs one process and constant shapes
+    after_step: Callable[[], None] = lambda: None  # a projection, for example
+    write_extras: Callable[[Path], None] = lambda folder: None  # adds files to a checkpoint
 
 
-class Steps:
-    """Steps of a work, launched by Python one kernel at a time."""
+class EagerSteps:
+    """Steps of a task; Python launches every kernel."""
 
-    def __init__(self, work: Work, clip: float):
-        self.work, self.clip = work, clip
+    def __init__(self, task: TrainingTask, clip: float):
+        self.task, self.clip = task, clip
 
     def gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Clipped gradients of the mean loss over the micro batches of all processes; returns this process's mean loss
-        and the norm before clipping, still on the device."""
+        """Compute the clipped gradients of the mean loss over the micro batches of all processes.
+
+        Returns the mean loss of this process and the gradient norm before clipping, both still on
+        the device.
+        """
         losses = []
         for number, batch in enumerate(batches, 1):
-            meet_gradients(self.work.module, number == len(batches))
-            loss = self.work.module(batch) / len(batches)
+            sync_gradients(self.task.module, number == len(batches))
+            loss = self.task.module(batch) / len(batches)
             loss.backward()
             losses.append(loss.detach())
-        learning = [parameter for parameter in self.work.trained.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in learning])
+        updated = [
+            parameter for parameter in self.task.parameters.values() if parameter.grad is not None
+        ]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in updated])
         if self.clip:
-            nn.utils.clip_grads_with_norm_(learning, self.clip, norm)
-        return torch.stack(losses).sum(), whole(norm)
+            nn.utils.clip_grads_with_norm_(updated, self.clip, norm)
+        return torch.stack(losses).sum(), full_tensor(norm)
 
     def update(self) -> None:
-        for optimizer in self.work.optimizers:
+        for optimizer in self.task.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.work.after_step()
+        self.task.after_step()
 
 
-class RecordedSteps(Steps):
-    """The same, replayed from CUDA graphs once it is warm."""
+class GraphedSteps(EagerSteps):
+    """The same steps, replayed from CUDA graphs after the warmup."""
 
-    def __init__(self, work: Work, clip: float):
-        super().__init__(work, clip)
-        self.taken = 0
-        self.aside = torch.cuda.Stream()  # graphs want their warm-up on a stream of its own
-        self.forth, self.back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    def __init__(self, task: TrainingTask, clip: float):
+        super().__init__(task, clip)
+        self.steps_done = 0
+        self.capture_stream = torch.cuda.Stream()  # warmup and capture must share a side stream
+        self.gradient_graph, self.update_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
     def gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        if self.taken < WARM:
-            with on_stream(self.aside):
+        if self.steps_done < WARMUP_STEPS:
+            with on_stream(self.capture_stream):
                 return super().gradients(batches)
-        if self.taken == WARM:
+        if self.steps_done == WARMUP_STEPS:
             self.inputs = [batch.clone() for batch in batches]
-            with torch.cuda.graph(self.forth, stream=self.aside):
+            with torch.cuda.graph(self.gradient_graph, stream=self.capture_stream):
                 self.outputs = super().gradients(self.inputs)
-            self.grads = {name: parameter.grad for name, parameter in self.work.trained.items()}
+            self.grads = {name: parameter.grad for name, parameter in self.task.parameters.items()}
         torch._foreach_copy_(self.inputs, list(batches))
-        self.forth.replay()
-        for name, parameter in self.work.trained.items():
+        self.gradient_graph.replay()
+        for name, parameter in self.task.parameters.items():
             parameter.grad = self.grads[name]
         return self.outputs
 
     def update(self) -> None:
-        self.taken += 1
-        if self.taken <= WARM:
-            with on_stream(self.aside):
+        self.steps_done += 1
+        if self.steps_done <= WARMUP_STEPS:
+            with on_stream(self.capture_stream):
                 super().update()
             return
-        if self.taken == WARM + 1:
-            with torch.cuda.graph(self.back, stream=self.aside):
+        if self.steps_done == WARMUP_STEPS + 1:
+            with torch.cuda.graph(self.update_graph, stream=self.capture_stream):
                 super().update()
-        self.back.replay()
+        self.update_graph.replay()
 
 
 @contextmanager
-def on_stream(aside: torch.cuda.Stream) -> Iterator[None]:
-    """Work on the stream that a graph is recorded on: a gradient that was first taken on another binds later ones to
-    that."""
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the block on the stream of the capture.
+
+    Autograd accumulates a gradient on the stream where it was first computed, so a gradient that
+    was first computed on another stream would break the capture.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         yield
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(stream)

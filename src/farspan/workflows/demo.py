@@ -1,49 +1,59 @@
-"""The main job in minutes, on the model that ships with farspan and on text that ships with Python."""
+"""`farspan demo`: diagnose and extend a bundled model in minutes, on the Python documentation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from farspan.methods.headscale import Search
+from farspan.diagnosis.result import Diagnosis
+from farspan.methods.headscale import SearchConfig
+from farspan.methods.registry import ExtendConfig
 from farspan.progress import Progress
 from farspan.report import figures, style
-from farspan.workflows.diagnosing import Diagnosis, diagnose
-from farspan.workflows.extending import Extended, extend
-from farspan.workflows.fitting import Extension
+from farspan.workflows.diagnose import diagnose
+from farspan.workflows.extend import ExtendResult, extend
 
 MODEL, TARGET, LENGTHS = "nope-twin", 1024, (256, 512, 1024, 2048)
-FEW: dict[str, Any] = dict(search_windows=64, choose_windows=2, report_windows=8, passkeys=1)
+REDUCED: dict[str, Any] = dict(search_windows=64, choose_windows=2, report_windows=8, passkeys=1)
 
 
-def look(progress: Progress) -> Diagnosis:
-    """Where does it fail?"""
+def diagnose_model(progress: Progress) -> Diagnosis:
     return diagnose(MODEL, lengths=LENGTHS, windows=6, progress=progress)[0]
 
 
-def by_one_number(folder: Path, progress: Progress) -> Extended:
-    return extend(MODEL, TARGET, folder / "uniform", "uniform", recipe=Extension(**FEW), progress=progress)
+def extend_uniform(folder: Path, progress: Progress) -> ExtendResult:
+    recipe = ExtendConfig(**REDUCED)
+    return extend(MODEL, TARGET, folder / "uniform", "uniform", recipe=recipe, progress=progress)
 
 
-def by_heads(folder: Path, uniform: Extended, progress: Progress) -> Extended:
-    """A fortieth of the paper's search: 20 steps of 2 windows instead of 200 of 8, from the uniform scale."""
+def extend_headscale(folder: Path, uniform: ExtendResult, progress: Progress) -> ExtendResult:
+    """A fortieth of Wang 2024's search: 20 steps of 2 windows instead of 200 of 8.
+
+    It starts from the uniform scale.
+    """
     assert uniform.patch.scales is not None
-    start = float(uniform.patch.scales.base[0, 0])
-    search = Search(steps=20, batch=2, micro_batch=2, lr=(0.1,), warmup=4, init=start)
-    recipe = Extension(search=search, **FEW)
-    return extend(MODEL, TARGET, folder / "headscale", "headscale", recipe=recipe, progress=progress)
+    init = float(uniform.patch.scales.base[0, 0])
+    search = SearchConfig(steps=20, batch=2, micro_batch=2, lr=(0.1,), warmup=4, init=init)
+    recipe = ExtendConfig(search=search, **REDUCED)
+    return extend(
+        MODEL, TARGET, folder / "headscale", "headscale", recipe=recipe, progress=progress
+    )
 
 
-def draw(folder: Path, found: dict[str, Extended]) -> Path:
-    first = next(iter(found.values()))
-    curves = {"as trained": first.curves["before"], **{name: each.curves["after"] for name, each in found.items()}}
-    style.save(figures.loss_curves(curves, first.patch.train_length, f"{MODEL} to {TARGET} tokens"), folder / "demo")
+def draw_figure(folder: Path, results: dict[str, ExtendResult]) -> Path:
+    """Draw the loss before and after each extension; returns the path of the PNG file."""
+    first = next(iter(results.values()))
+    curves = {"as trained": first.curves["before"]}
+    curves |= {name: result.curves["after"] for name, result in results.items()}
+    title = f"{MODEL} to {TARGET} tokens"
+    style.save(figures.loss_curves(curves, first.patch.train_length, title), folder / "demo")
     return folder / "demo.png"
 
 
-def free_folder(path: Path) -> Path:
-    """The path, or the first numbered one beside it that is not taken."""
-    number = 1
-    while (free := path.with_name(f"{path.name}-{number}") if number > 1 else path).exists():
+def unused_folder(path: Path) -> Path:
+    """The path, or the first numbered variant of it that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
         number += 1
-    return free
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

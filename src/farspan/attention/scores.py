@@ -1,0 +1,92 @@
+"""The scores of one attention call, for any query rows, and the entropy computed from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.attention.seam import Call, visible_mask
+
+HIDDEN = -1e30  # the score of a masked key: e^x is 0 and e^x·x is 0, never NaN
+
+
+@dataclass(frozen=True, eq=False)
+class Entropy:
+    """Entropy of each query's attention, [B, H, rows] float32 (float64 from the reference).
+
+    A query that sees no key (padding) has entropy 0 and lse −∞.
+    """
+
+    nats: Tensor
+    lse: Tensor  # log-sum-exp of the scores
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The inputs of one call's scores: q·k·scaling, capped, biased, masked."""
+
+    q: Tensor  # [B, H, Q, D]
+    k: Tensor  # [B, KV, K, D]
+    scaling: float | Tensor  # a number, or one for each head [H]
+    mask: Tensor | None = None  # boolean or additive [B, 1, Q, K]; None is causal
+    bias: Any = None  # a PlacedBias: its .tensor(rows) is added to the scores
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H] the score of an extra key without a value
+    position_bias: Tensor | None = None  # [1 or B, H, Q, K] added by some families of transformers
+
+    @classmethod
+    def from_call(cls, call: Call) -> Scores:
+        """The scores of a call observed at the seam."""
+        queries = call.q.shape[2]
+        # Without a mask, several queries are causal from the first key; a static cache may hold
+        # more keys than that.
+        k = call.k[:, :, :queries] if call.mask is None and queries > 1 else call.k
+        names = ("bias", "softcap", "s_aux", "position_bias")
+        return cls(call.q, k, call.scaling, call.mask, *(call.options.get(name) for name in names))
+
+    @property
+    def plain(self) -> bool:
+        """Causal over all keys, with nothing added: the case that the kernels compute."""
+        return self.mask is self.bias is self.softcap is self.sinks is self.position_bias is None
+
+    def rows(self, start: int, stop: int, step: int, dtype: torch.dtype) -> Tensor:
+        """Scores of query rows start:stop:step, [B, H, rows, keys]; masked keys are HIDDEN.
+
+        Keys that no row of a causal call sees are left out."""
+        q, k = self.q[:, :, start:stop:step], self.k
+        rows = torch.arange(start, stop, step, device=q.device) + (k.shape[2] - self.q.shape[2])
+        if self.mask is None:
+            k = k[:, :, : int(rows[-1]) + 1]
+        scores = self._products(q.to(dtype), k.to(dtype))
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        if self.bias is not None:
+            scores += self.bias.tensor(slice(start, stop, step))[..., : k.shape[2]].to(dtype)
+        if self.position_bias is not None:
+            scores += self.position_bias[:, :, start:stop:step, : k.shape[2]].to(dtype)
+        if self.mask is None:
+            hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
+            scores.masked_fill_(hidden, HIDDEN)
+        else:
+            mask = self.mask[:, :, start:stop:step]
+            if mask.dtype != torch.bool:
+                scores = scores + mask.to(dtype)
+            scores.masked_fill_(~visible_mask(mask), HIDDEN)
+        if self.sinks is not None:
+            extra = self.sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, extra), dim=-1)
+        return scores
+
+    def _products(self, q: Tensor, k: Tensor) -> Tensor:
+        batch, heads, rows, width = q.shape
+        scale = self.scaling
+        if isinstance(scale, Tensor):
+            q = q * scale.to(q)[:, None, None]
+        grouped = q.reshape(batch, k.shape[1], -1, width)  # query heads of a key head as more rows
+        products = grouped @ k.transpose(-1, -2)
+        if not isinstance(scale, Tensor):
+            products *= scale
+        return products.reshape(batch, heads, rows, -1)

@@ -1,0 +1,76 @@
+"""The `farspan` command: one module per command, with its arguments and its output.
+
+Heavy libraries (torch, transformers, matplotlib) are imported when a command runs, so that
+`farspan --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from farspan import __version__
+from farspan.cli import lab
+from farspan.cli.console import NOTE_HANDLER, console, print_error
+from farspan.cli.demo import demo_command
+from farspan.cli.diagnose import diagnose_command
+from farspan.cli.eval import eval_command
+from farspan.cli.export import export_command
+from farspan.cli.extend import extend_command
+from farspan.cli.generate import generate_command
+from farspan.cli.inspect import inspect_command
+from farspan.cli.options import Command
+from farspan.cli.pretrain import pretrain_command
+from farspan.cli.report import report_command
+from farspan.cli.reproduce import reproduce_command
+from farspan.errors import FarspanError
+
+app = typer.Typer(
+    name="farspan",
+    help="Extend the context of causal language models, and measure how far they generalize.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("inspect", cls=Command)(inspect_command)
+app.command("diagnose", cls=Command)(diagnose_command)
+app.command("extend", cls=Command)(extend_command)
+app.command("eval", cls=Command)(eval_command)
+app.command("export", cls=Command)(export_command)
+app.command("generate", cls=Command)(generate_command)
+app.command("pretrain", cls=Command)(pretrain_command)
+app.command("reproduce", cls=Command)(reproduce_command)
+app.add_typer(lab.app, name="lab")
+app.command("report", cls=Command)(report_command)
+app.command("demo", cls=Command)(demo_command)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(f"farspan {__version__}")
+
+
+def main() -> None:
+    """Run a command; a user's error ends in one sentence and an exit code, not in a traceback."""
+    # torch warns of every norm whose weights stay float32 under autocast; a user cannot act on it.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    logging.getLogger("farspan").addHandler(NOTE_HANDLER)
+    try:
+        app()
+    except FarspanError as error:
+        print_error(str(error))
+        sys.exit(error.exit_code)
+    except OSError as error:
+        cause = (
+            f"{error.filename} cannot be used ({error.strerror})" if error.filename else str(error)
+        )
+        print_error(f"{cause}; check the path, or choose another one")
+        sys.exit(FarspanError.exit_code)

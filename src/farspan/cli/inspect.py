@@ -1,0 +1,90 @@
+"""`farspan inspect`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from farspan.cli.console import (
+    console,
+    format_count,
+    make_facts,
+    make_table,
+    print_json,
+    print_notes,
+)
+from farspan.cli.options import AsJson, Model, Position, TrustRemoteCode
+
+if TYPE_CHECKING:
+    from farspan.workflows.inspect import Inspection
+
+
+def inspect_command(
+    model: Model,
+    as_json: AsJson = False,
+    position: Position = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show which position encoding each layer uses, and whether attention scales can be folded.
+
+    The model is run on a few tokens, since its config can be wrong.
+    """
+    from farspan.workflows.inspect import inspect
+
+    inspection = inspect(model, position=position, trust_remote_code=trust_remote_code)
+    if as_json:
+        print_json(inspection.to_json(), indent=2)
+    else:
+        show_inspection(inspection)
+
+
+def show_inspection(inspection: Inspection) -> None:
+    console.print(_facts(inspection))
+    console.print()
+    console.print(_layers(inspection))
+    console.print()
+    fold = inspection.fold
+    answer = f"[green]yes[/], into {fold.site}" if fold.possible else "[yellow]no[/]"
+    reason = f" ({escape(fold.why)})" if fold.why else ""
+    console.print(f"[dim]scales can be folded:[/] {answer}{reason}")
+    print_notes(inspection.warnings)
+
+
+def _facts(inspection: Inspection) -> Table:
+    heads = (
+        f"{inspection.heads} query, {inspection.kv_heads} key/value, "
+        f"dimension {inspection.head_dim}, base scale {inspection.base_scale:.4g}"
+    )
+    length = inspection.train_length
+    facts = make_facts()
+    facts.add_row(
+        "family", f"{inspection.family}, {format_count(inspection.parameters)} parameters"
+    )
+    facts.add_row("heads", heads)
+    facts.add_row("train length", f"{length:,} tokens" if length else "unknown")
+    if inspection.query_norm:
+        facts.add_row("query norm", inspection.query_norm)
+    if inspection.temperature:
+        facts.add_row("temperature", inspection.temperature)
+    return facts
+
+
+def _layers(inspection: Inspection) -> Table:
+    from farspan.workflows.inspect import format_ranges
+
+    table = make_table("layers", "position encoding", "by config", "attention window", padding=3)
+    groups: dict[tuple[str, str, int | None], list[int]] = {}
+    for layer in inspection.layers:
+        groups.setdefault((layer.position, layer.claimed, layer.window), []).append(layer.index)
+    for (position, claimed, window), indices in groups.items():
+        color = "bold green" if position == "none" else "bold"
+        agrees = claimed in (position, "unknown")
+        table.add_row(
+            format_ranges(indices),
+            f"[{color}]{position}[/]",
+            claimed if agrees else f"[yellow]{claimed}[/]",
+            f"{window:,}" if window else "full",
+        )
+    return table

@@ -1,0 +1,343 @@
+"""`farspan lab`: run, dump, distance, theorems"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from farspan.cli.console import (
+    console,
+    format_count,
+    format_duration,
+    format_memory,
+    make_table,
+    note,
+    print_json,
+    print_line,
+    print_saved,
+    print_text,
+)
+from farspan.cli.options import (
+    MODEL_KINDS,
+    AsJson,
+    Command,
+    Device,
+    DryRun,
+    Models,
+    OutFolder,
+    ReportOnly,
+    Text,
+    out_option,
+    overrides_argument,
+)
+from farspan.signals import stoppable
+
+if TYPE_CHECKING:
+    from farspan.lab.distance import AttentionComparison
+    from farspan.lab.theorems import PositionAnalysis
+    from farspan.workflows.lab import LabEstimate, LabResult
+
+TASKS_HELP = (
+    "copy, copy-repeat, copy-replace, copy-double, reverse, reverse-numbers, addition, polynomial, "
+    "sorting, sorting-numbers, summation, parity, lego, lego-ordered, scan or pcfg."
+)
+TextOrNone = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Text file, folder of text files, Hub data set, or python-docs.",
+        show_default="python-docs",
+    ),
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK",
+        help=f"Instead of text, examples of a task, for models of the lab: {TASKS_HELP}",
+    ),
+]
+LengthRange = Annotated[
+    str,
+    typer.Option(
+        metavar="RANGE",
+        help="Shortest and longest example of the task, e.g. 2:20.",
+        show_default="the task's train lengths",
+    ),
+]
+Scratchpad = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PARTS",
+        help="Steps before the answer: full, none, or parts of a step, e.g. icovr or input+output.",
+        show_default="none",
+    ),
+]
+Legacy = Annotated[
+    bool,
+    typer.Option(
+        "--legacy", help="Compute as the code of Kazemnejad 2023: no JSD, half of the pairs."
+    ),
+]
+
+app = typer.Typer(
+    help="Length generalization by position encoding: small models, trained on synthetic tasks.",
+    no_args_is_help=True,
+)
+
+
+@app.command("run", cls=Command)
+def run_command(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="lab-tiny, lab-quick, lab-grid, lab-scale, lab-scratchpad, lab-paper, or a .toml "
+            "file.",
+        ),
+    ],
+    overrides: Annotated[list[str] | None, overrides_argument("train.steps=500")] = None,
+    out: Annotated[Path | None, out_option("Results folder.", show_default="runs/RECIPE")] = None,
+    dry_run: DryRun = False,
+    report_only: ReportOnly = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the models of a study, test them at unseen lengths, and rank the position encodings.
+
+    An interrupted study resumes when the same command is run again.
+    """
+    from farspan.progress import bars
+    from farspan.workflows.lab import estimate, read_study, run, summarize
+
+    if dry_run:
+        show_estimates(estimate(read_study(recipe, overrides or []), device), as_json)
+        return
+    folder = out or Path("runs") / Path(recipe).stem
+    if report_only:
+        study = summarize(recipe, overrides or [], folder, note)
+    else:
+        with stoppable(f"finished results are in {folder}"), bars() as progress:
+            study = run(
+                recipe,
+                overrides or [],
+                folder,
+                device=device,
+                progress=progress,
+                say=(lambda text: None) if as_json else print_text,
+            )
+    show_study(study, folder, as_json)
+
+
+@app.command("dump", cls=Command)
+def dump_command(
+    task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
+    n: Annotated[int, typer.Option("--n", metavar="N", help="Number of distinct examples.")] = 10,
+    lengths: LengthRange = "",
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")] = 0,
+    scratchpad: Scratchpad = None,
+) -> None:
+    """Print examples of a task as JSON Lines (input, target, length), for use in other trainers."""
+    from farspan.workflows.lab import dump
+
+    for line in dump(task, n, lengths, seed, scratchpad):
+        typer.echo(line)
+
+
+@app.command("distance", cls=Command)
+def distance_command(
+    models: Models,
+    data: TextOrNone = None,
+    task: TaskOption = None,
+    lengths: LengthRange = "",
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Tokens per window of text.", show_default="512"),
+    ] = None,
+    windows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of windows, or of examples.")
+    ] = 4,
+    legacy: Legacy = False,
+    out: OutFolder = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the attention of models: distance between their heads, layer by layer.
+
+    Also reports how much the loss of each model rises without each head.
+    """
+    from farspan.progress import bars
+    from farspan.workflows.attention_analysis import compare_attention
+
+    with bars() as progress:
+        comparison = compare_attention(
+            models,
+            data,
+            out,
+            task=task,
+            lengths=lengths,
+            length=length,
+            windows=windows,
+            rule="legacy" if legacy else "jsd",
+            device=device,
+            progress=progress,
+        )
+    show_comparison(comparison, as_json)
+    if out is not None and not as_json:
+        print_saved("record and figures", out)
+
+
+@app.command("theorems", cls=Command)
+def theorems_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL", help=f"Models: {MODEL_KINDS}.", show_default="theorems only"
+        ),
+    ] = None,
+    data: Text = "python-docs",
+    length: Annotated[
+        int, typer.Option(min=4, max=16_384, metavar="N", help="Tokens per window of text.")
+    ] = 512,
+    windows: Annotated[
+        int,
+        typer.Option(
+            min=2, metavar="N", help="Number of windows; half are fitted on, half are tested on."
+        ),
+    ] = 8,
+    out: OutFolder = None,
+    device: Device = None,
+) -> None:
+    """Check how a model without position encoding can know positions (theorems of Kazemnejad 2023).
+
+    Verifies weights built by the theorems, and predicts positions from each model's hidden states.
+    """
+    from farspan.workflows.attention_analysis import theorems
+
+    analysis = theorems(models or [], data, out, length=length, windows=windows, device=device)
+    show_theorems(analysis, length)
+    if out is not None:
+        print_saved("record and figure", out)
+
+
+def show_estimates(estimates: Sequence[LabEstimate], as_json: bool) -> None:
+    if as_json:
+        print_json([asdict(estimate) for estimate in estimates])
+        return
+    table = make_table(
+        caption="memory: weights, gradients and optimizer of the largest fleet; time: at least, "
+        "from the speed of matrix products on this machine"
+    )
+    columns = ("models", "fleets", "parameters", "tokens", "memory", "time")
+    for column in ("encoding", "size"):
+        table.add_column(column)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for estimate in estimates:
+        table.add_row(
+            estimate.encoding,
+            estimate.size,
+            str(estimate.models),
+            str(estimate.fleets),
+            f"{estimate.parameters:,}",
+            format_count(estimate.tokens),
+            format_memory(estimate.weights_gib),
+            format_duration(estimate.seconds),
+        )
+    console.print(table)
+    total = sum(estimate.seconds for estimate in estimates)
+    console.print(f"at least {format_duration(total)} in total")
+
+
+def show_study(study: LabResult, folder: Path, as_json: bool) -> None:
+    learned, models = study.learned
+    if as_json:
+        ranks = {rank.encoding: rank.reciprocal for rank in study.ranks}
+        counts = {"learnt": learned, "models": models, "mean_reciprocal_rank": ranks}
+        print_json({**counts, "folder": str(folder)})
+        return
+    show_tables(study.tables)
+    print_line(f"\n{learned} of {models} models learned their task")
+    print_saved("record and figure", folder)
+
+
+def show_tables(tables: Mapping[str, tuple[list[str], list[list[str]]]]) -> None:
+    for title, (head, rows) in tables.items():
+        table = make_table(*head)
+        for row in rows:
+            table.add_row(*row)
+        console.print(f"\n[bold]{title}[/]\n")
+        console.print(table)
+
+
+def show_comparison(comparison: AttentionComparison, as_json: bool) -> None:
+    if as_json:
+        _print_comparison_json(comparison)
+        return
+    if comparison.pairs:
+        _print_distances(comparison)
+    else:
+        note("a distance needs two models; give two or more models to compare them")
+    per_model = zip(comparison.models, comparison.ablations, comparison.mass, strict=True)
+    for name, ablation, mass in per_model:
+        layer, head = divmod(int(ablation.argmax()), ablation.shape[1])
+        print_text(
+            f"{name}: most important head: layer {layer}, head {head}; without it the loss rises "
+            f"by {ablation.max():.3f} nats; it attends {mass[layer, head, 0]:.0%} to the token "
+            f"itself and {mass[layer, head, 1]:.0%} to the previous one"
+        )
+
+
+def _print_comparison_json(comparison: AttentionComparison) -> None:
+    names = comparison.models
+    distances = [
+        {
+            "models": [names[first], names[second]],
+            "nearest": distance.nearest.tolist(),
+            "matched": distance.matched.tolist(),
+        }
+        for (first, second), distance in comparison.pairs.items()
+    ]
+    losses = [ablation.tolist() for ablation in comparison.ablations]
+    print_json(
+        {
+            "tokens": comparison.tokens,
+            "distances": distances,
+            "loss_without_head": dict(zip(names, losses, strict=True)),
+        }
+    )
+
+
+def _print_distances(comparison: AttentionComparison) -> None:
+    names = comparison.models
+    rule = next(iter(comparison.pairs.values())).rule
+    legacy = " (only those with i < j, as Kazemnejad 2023)" if rule == "legacy" else ""
+    table = make_table(
+        caption=f"distance in nats by layer: nearest pair of heads{legacy}, then all heads matched "
+        f"one to one; {comparison.tokens:,} tokens"
+    )
+    table.add_column("models", overflow="fold")
+    for layer in range(len(comparison.mass[0])):
+        table.add_column(str(layer), justify="right")
+    for (first, second), distance in comparison.pairs.items():
+        pair = escape(f"{names[first]} · {names[second]}")
+        table.add_row(pair, *(f"{value:.3f}" for value in distance.nearest))
+        table.add_row("", *(f"{value:.3f}" for value in distance.matched), style="dim")
+    console.print(table)
+
+
+def show_theorems(analysis: PositionAnalysis, length: int) -> None:
+    for proof in analysis.proofs:
+        print_line(
+            f"{proof.rule:>10}: up to {length:,} tokens, the first layer computes positions within "
+            f"{proof.position_error:.0e}, and the second scores by distance within "
+            f"{proof.score_error:.0e}"
+        )
+    for name, readouts in analysis.readings.items():
+        values = "  ".join(f"{readout.r2:.3f}" for readout in readouts)
+        print_text(f"{name}: R² of the position in the embeddings and after each layer  {values}")
+        print_text(f"{'':{len(name)}}  mean error after the last: {readouts[-1].error:.0f} tokens")

@@ -1,0 +1,109 @@
+"""`farspan pretrain`"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from farspan.cli.console import (
+    console,
+    format_count,
+    format_duration,
+    format_memory,
+    make_facts,
+    print_json,
+    print_line,
+)
+from farspan.cli.options import AsJson, DryRun, out_option, overrides_argument
+from farspan.signals import stoppable
+
+if TYPE_CHECKING:
+    from farspan.progress import Progress
+    from farspan.workflows.pretrain import PretrainEstimate
+
+
+def pretrain_command(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="twin-nope, twin-rope, small-nope, small-nope-nopk, small-rope, small-alibi, "
+            "small-learned, small-sinusoidal, small-t5, small-swan, small-hybrid, drope-small, "
+            "paper-nope, paper-rope, or a .toml file.",
+        ),
+    ],
+    overrides: Annotated[list[str] | None, overrides_argument("train.steps=100")] = None,
+    out: Annotated[Path | None, out_option("Run folder.", show_default="runs/RECIPE")] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model from a recipe, on one or (with torchrun) several GPUs.
+
+    An interrupted run resumes when the same command is run again.
+    """
+    from farspan.progress import bars
+    from farspan.workflows.pretrain import estimate, pretrain, read_recipe
+
+    if dry_run:
+        show_estimate(recipe, estimate(read_recipe(recipe, overrides or [])), as_json)
+        return
+    with stoppable("the progress of the run is saved"), bars() as progress:
+        steps = read_recipe(recipe, overrides or []).train.steps
+        run = pretrain(
+            recipe,
+            overrides or [],
+            out,
+            progress=progress,
+            on_step=_step_bar(progress, steps),
+        )
+    if as_json:
+        print_json({"model": str(run.folder), "steps": run.steps, "loss": run.loss})
+        return
+    state = "was already trained" if run.already else "trained"
+    print_line(
+        f"{state}: {run.steps:,} steps, loss {run.loss:.3f}; "
+        f"the model is in {escape(str(run.folder))}"
+    )
+
+
+def _step_bar(progress: Progress, steps: int) -> Callable[[Any], None]:
+    """A progress bar with loss and speed, opened at the first step."""
+    advance: Callable[..., None] | None = None
+    last_step = 0
+
+    def on_step(metrics: Any) -> None:
+        nonlocal advance, last_step
+        advance = advance or progress("train", steps)
+        speed = f"{format_count(round(metrics.tokens_per_second))} tokens/s"
+        mfu = f", MFU {metrics.mfu:.0%}" if metrics.mfu else ""
+        advance(metrics.step - last_step, f"loss {metrics.loss:.3f}, {speed}{mfu}")
+        last_step = metrics.step
+
+    return on_step
+
+
+def show_estimate(recipe: str, estimate: PretrainEstimate, as_json: bool) -> None:
+    if as_json:
+        print_json({**asdict(estimate), "seconds_at_least": estimate.seconds})
+        return
+    size = estimate.files_mb
+    text = "text that was not found" if size is None else f"{size:,.0f} MB of files"
+    weights, activations = (
+        format_memory(gib) for gib in (estimate.weights_gib, estimate.activations_gib)
+    )
+    facts = make_facts()
+    facts.add_row("recipe", recipe)
+    facts.add_row("parameters", f"{estimate.parameters:,}")
+    facts.add_row("tokens", f"{estimate.tokens:,}, from {text}")
+    facts.add_row("memory", f"{weights} per device for weights, gradients and optimizer,")
+    facts.add_row("", f"about {activations} for the activations of a micro batch")
+    facts.add_row(
+        "time", f"at least {format_duration(estimate.seconds)}: {estimate.flops:.2g} FLOP"
+    )
+    facts.add_row("", f"at {estimate.rate / 1e12:.3g} TFLOP/s, measured now on matrix products")
+    console.print(facts)

@@ -1,0 +1,57 @@
+"""The result of `farspan diagnose` for one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from farspan.attention.scales import Scales
+from farspan.diagnosis.curves import Curves
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """Curves by position of one model at one scale, and what they show."""
+
+    label: str
+    train_length: int
+    curves: Curves
+    loss_knee: int | None
+    entropy_knee: int | None
+    coincide: bool | None  # None unless both knees exist
+    distracted_heads: list[tuple[int, int]]
+    heads: int
+    suggested_scale: float | None
+    verdict: str
+    smooth_loss: np.ndarray
+    smooth_entropy: np.ndarray
+    scales: Scales | None = None  # of a patch
+    uniform: float | None = None  # of a sweep of uniform scales
+
+    def to_json(self) -> dict[str, Any]:
+        curves = self.curves
+        return {
+            "model": self.label,
+            "train_length": self.train_length,
+            "positions": curves.positions.round(1).tolist(),
+            "loss": _rounded(curves.loss),
+            "entropy": _rounded(curves.entropy),
+            "entropy_of_every": curves.every,
+            "windows": curves.windows,
+            "bound": _rounded(np.log(curves.positions)),
+            "entropy_by_head": {
+                str(layer): _rounded(table) for layer, table in curves.heads.items()
+            },
+            "loss_knee": self.loss_knee,
+            "entropy_knee": self.entropy_knee,
+            "knees_coincide": self.coincide,
+            "distracted_heads": [list(pair) for pair in self.distracted_heads],
+            "suggested_scale": self.suggested_scale,
+            "verdict": self.verdict,
+        }
+
+
+def _rounded(values: np.ndarray) -> list:
+    return np.round(values.astype(float), 5).tolist()

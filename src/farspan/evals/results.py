@@ -1,0 +1,35 @@
+"""The result of `farspan eval`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from farspan.evals.gates import GateResult
+from farspan.evals.scores import Score
+
+
+@dataclass(frozen=True, eq=False)
+class EvalResult:
+    """The scores of a model, of its baseline, and the gates."""
+
+    model: str
+    suite: str
+    scores: tuple[Score, ...]
+    folder: Path
+    baseline: str | None = None
+    baseline_scores: tuple[Score, ...] = ()
+    gates: tuple[GateResult, ...] = ()
+    notes: tuple[str, ...] = ()
+    train_length: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys; `vs` is the baseline."""
+        scores = [asdict(score) for score in self.scores]
+        record: dict[str, Any] = {"model": self.model, "suite": self.suite, "scores": scores}
+        if self.baseline is not None:
+            baseline_scores = [asdict(score) for score in self.baseline_scores]
+            record["vs"] = {"model": self.baseline, "scores": baseline_scores}
+        gates = [gate.to_json() for gate in self.gates]
+        return record | {"gates": gates, "notes": list(self.notes)}

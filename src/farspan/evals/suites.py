@@ -1,0 +1,281 @@
+"""The suites of `farspan eval`: evaluations, texts and settings of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from farspan.data.passkey import SCORED, PasskeyDocuments
+from farspan.errors import FarspanError, suggest
+from farspan.evals.commonsense import Commonsense
+from farspan.evals.longbench import LongBench
+from farspan.evals.needle import Needle
+from farspan.evals.passkey import Passkey, grid_lengths
+from farspan.evals.perplexity import MODES, STRIDE, Perplexity, Text, read_text
+from farspan.evals.scores import Eval
+from farspan.lengths import doublings
+
+DEFAULT_TEXT = "python-docs/score"
+QUICK_WINDOWS = 32
+NEEDLE_SAMPLES = 20  # of each task at each length
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """The settings of an evaluation; None is the suite's default."""
+
+    lengths: Sequence[int] = ()  # default: doublings from the train length
+    data: str | Path | Mapping[str, str | Path] | None = None  # one text, or several by name
+    mode: str = MODES[0]  # of perplexity: same, paper-a or yarn
+    stride: int | None = None  # of perplexity: 256, or half the shortest length if that is less
+    budget: int | None = None  # of perplexity: the most tokens to score
+    windows: int | None = None  # of perplexity: score only so many random windows
+    beams: int | None = None  # of LongBench; 1 is greedy decoding
+    limit: int | None = None  # samples of each task of needle, LongBench and commonsense
+    seed: int = 0  # of keys, needles and subsets
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            hint = suggest(self.mode, MODES)
+            raise FarspanError(f"perplexity mode {self.mode!r} is unknown; {hint}")
+
+    def with_settings(self, settings: Mapping[str, Any]) -> EvalConfig:
+        """This config with some fields replaced by keyword arguments."""
+        names = [each.name for each in fields(EvalConfig)]
+        for name in settings:
+            if name not in names:
+                raise TypeError(f"evaluate() has no setting {name!r}; {suggest(name, names)}")
+        return replace(self, **settings)
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """A config with every length and text resolved for one model."""
+
+    config: EvalConfig
+    lengths: tuple[int, ...]  # of perplexity and needles
+    grid: tuple[int, ...]  # of passkeys
+    contexts: tuple[int, ...]  # of LongBench and commonsense
+    lengths_requested: bool  # by the user; else derived from the model
+    texts: Mapping[str, str | Path] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings of record.json."""
+        config = self.config
+        return {
+            "lengths": list(self.lengths),
+            "grid": list(self.grid),
+            "contexts": list(self.contexts),
+            "data": {name: str(path) for name, path in self.texts.items()},
+            "mode": config.mode,
+            "stride": config.stride,
+            "budget": config.budget,
+            "windows": config.windows,
+            "beams": config.beams,
+            "items": config.limit,
+            "seed": config.seed,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class EvalModel:
+    """A loaded model and the facts that evaluations need."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    train_length: int | None
+    extended_length: int | None  # the target of its patch, or the train length
+    max_positions: int | None  # the rows of a learned position table
+    passkeys_in_training: str  # "yes", "no" or "unknown"
+    identity: Mapping[str, str]  # everything of it that a result depends on
+
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        if self.max_positions is not None and max(lengths) > self.max_positions:
+            raise FarspanError(
+                f"length {max(lengths)} is beyond the position table of {self.name}, which has "
+                f"{self.max_positions} rows; choose lengths up to {self.max_positions}"
+            )
+
+    def supported(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        limit = self.max_positions
+        return tuple(length for length in lengths if limit is None or length <= limit)
+
+
+Build = Callable[[EvalModel, EvalPlan], Eval]
+
+
+@dataclass(frozen=True)
+class Suite:
+    builds: tuple[Build, ...]
+    grid: int = 16  # number of passkey lengths
+    texts: tuple[str, ...] | None = None  # names that --data takes; None: any, for perplexity
+    required: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # of SUITE_SETTINGS, those that it uses
+
+
+def _read_texts(model: EvalModel, plan: EvalPlan, names: Sequence[str]) -> tuple[Text, ...]:
+    texts = tuple(read_text(name, plan.texts[name], model.tokenizer) for name in names)
+    vocabulary = model.model.get_input_embeddings().num_embeddings
+    if any(int(ids.max()) >= vocabulary for text in texts for ids in text.ids if len(ids)):
+        raise FarspanError(
+            f"the tokenizer of {model.name} has more tokens than the model; use the model's own"
+        )
+    return texts
+
+
+def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Build:
+    def build(model: EvalModel, plan: EvalPlan) -> Eval:
+        config = plan.config
+        texts = _read_texts(model, plan, list(plan.texts) if names is None else names)
+        longest = min(text.longest for text in texts)
+        fitting = [n for n in plan.lengths if plan.lengths_requested or n <= longest]
+        lengths = tuple(fitting) or plan.lengths[:1]
+        return Perplexity(
+            texts,
+            lengths,
+            config.mode,
+            config.stride or min(STRIDE, min(lengths) // 2),
+            config.budget,
+            config.windows or windows,
+            config.seed,
+        )
+
+    return build
+
+
+def _passkey(depths: int, keys: int) -> Build:
+    def build(model: EvalModel, plan: EvalPlan) -> Eval:
+        if not plan.grid:
+            shortest = PasskeyDocuments(model.tokenizer).shortest_of(SCORED)
+            raise FarspanError(
+                f"a passkey document has at least {shortest} tokens, and the position table of "
+                f"{model.name} has {model.max_positions} rows; choose a suite without passkeys, "
+                "for example perplexity"
+            )
+        seed = plan.config.seed
+        grid = Passkey(plan.grid, depths, keys, seed, model.passkeys_in_training)
+        for cell in grid.cells()[:depths]:  # the shortest length is refused now if it is too short
+            grid.documents(cell, model.tokenizer)
+        return grid
+
+    return build
+
+
+def _needle(model: EvalModel, plan: EvalPlan) -> Eval:
+    haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
+    return Needle(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
+
+
+def _longbench(beams: int) -> Build:
+    def build(model: EvalModel, plan: EvalPlan) -> Eval:
+        folder, config = plan.texts["longbench"], plan.config
+        return LongBench(folder, plan.contexts, config.beams or beams, config.limit)
+
+    return build
+
+
+def _commonsense(model: EvalModel, plan: EvalPlan) -> Eval:
+    folder = plan.texts.get("commonsense", "")
+    return Commonsense(folder, max(plan.contexts), limit=plan.config.limit)
+
+
+# The settings that only some suites use, by CLI option.
+SUITE_SETTINGS = {
+    "mode": "--mode",
+    "stride": "--stride",
+    "budget": "--budget",
+    "windows": "--windows",
+    "beams": "--beams",
+    "limit": "--limit",
+}
+PERPLEXITY_SETTINGS = ("mode", "stride", "budget", "windows")
+
+SUITES = {
+    "quick": Suite(
+        (_perplexity(None, QUICK_WINDOWS), _passkey(5, 2)), grid=4, settings=PERPLEXITY_SETTINGS
+    ),
+    "paper": Suite(
+        (_perplexity(("pg19", "proofpile")), _passkey(10, 10), _longbench(5), _commonsense),
+        texts=("pg19", "proofpile", "longbench", "commonsense"),
+        required=("pg19", "proofpile", "longbench"),
+        settings=tuple(SUITE_SETTINGS),
+    ),
+    "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
+    "passkey": Suite((_passkey(10, 10),), texts=()),
+    "needle": Suite((_needle,), texts=("haystack",), settings=("limit",)),
+    "longbench": Suite(
+        (_longbench(1),),
+        texts=("longbench",),
+        required=("longbench",),
+        settings=("beams", "limit"),
+    ),
+    "commonsense": Suite((_commonsense,), texts=("commonsense",), settings=("limit",)),
+}
+
+
+def find_suite(name: str) -> Suite:
+    if name not in SUITES:
+        raise FarspanError(f"suite {name!r} is unknown; {suggest(name, SUITES)}")
+    return SUITES[name]
+
+
+def check_unused_settings(name: str, config: EvalConfig) -> None:
+    """Refuse a setting that the suite does not use."""
+    for setting, option in SUITE_SETTINGS.items():
+        value = getattr(config, setting)
+        if value != getattr(EvalConfig, setting) and setting not in SUITES[name].settings:
+            users = ", ".join(other for other, suite in SUITES.items() if setting in suite.settings)
+            raise FarspanError(
+                f"suite {name} does not use {option} {value}; remove it, or choose a suite that "
+                f"does: {users}"
+            )
+
+
+def named_texts(
+    name: str, suite: Suite, data: str | Path | Mapping[str, str | Path] | None
+) -> dict[str, str | Path]:
+    """The texts of --data by the names that the suite takes."""
+    if data is None:
+        texts: dict[str, str | Path] = {"python-docs": DEFAULT_TEXT} if suite.texts is None else {}
+    elif isinstance(data, str | Path):
+        stem = Path(data).name.partition(".")[0]
+        only = stem if suite.texts is None else next(iter(suite.texts), "")
+        texts = {only or "text": data}
+    else:
+        texts = dict(data)
+    for text in texts:
+        if suite.texts is not None and text not in suite.texts:
+            if not suite.texts:
+                raise FarspanError(f"suite {name} reads no text; remove --data")
+            choices = ", ".join(f"{choice}=PATH" for choice in suite.texts)
+            raise FarspanError(f"suite {name} does not read --data {text}=; it takes {choices}")
+    if missing := [text for text in suite.required if text not in texts]:
+        options = " ".join(f"--data {text}=PATH" for text in missing)
+        raise FarspanError(f"suite {name} needs {' and '.join(missing)}; add {options}")
+    return texts
+
+
+def make_plan(
+    model: EvalModel, suite: Suite, config: EvalConfig, texts: Mapping[str, str | Path]
+) -> EvalPlan:
+    """Resolve the lengths: those requested, or the defaults for this model."""
+    requested = tuple(sorted(set(config.lengths)))
+    if requested:
+        model.check_lengths(requested)
+        return EvalPlan(config, requested, requested, requested, True, texts)
+    if model.train_length is None:
+        raise FarspanError(
+            f"the config of {model.name} does not give its train length; add --lengths"
+        )
+    reach = model.extended_length or 0
+    lengths = model.supported(doublings(model.train_length, max(2 * model.train_length, reach)))
+    furthest = min(2 * reach, model.max_positions or 2 * reach)
+    shortest = PasskeyDocuments(model.tokenizer).shortest_of(SCORED)
+    grid = model.supported(grid_lengths(furthest, shortest, suite.grid))
+    model.check_lengths((*lengths, *grid))
+    return EvalPlan(config, lengths, grid, (reach,), False, texts)

@@ -1,0 +1,310 @@
+"""The methods of `farspan extend`: which there are, which settings each uses, and fitting them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from farspan.attention.model_facts import default_scaled_layers
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.probe import Layer, probe
+from farspan.errors import FarspanError, suggest
+from farspan.methods.drope import drope
+from farspan.methods.headscale import SearchConfig, headlog, headscale
+from farspan.methods.job import FitJob, loss_by_position, lowest_loss, scaled_loss
+from farspan.methods.rope import ROPE_SCALINGS, existing_rope_scaling, fit_rope, rope_override
+from farspan.methods.schedules import SCHEDULES, fit_schedule
+from farspan.methods.tuning import FAIR_STEPS, RAW_STEPS, TuningConfig, weights_override
+from farspan.methods.uniform import uniform
+from farspan.recipe import apply_overrides, load_recipe
+
+SEARCH_OVERSHOOT = 1.125  # the search reads beyond the target, as Wang 2024 reads 18K for 16K
+RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "extend"
+TUNING_STEPS = {"": None, "fair": FAIR_STEPS, "raw": RAW_STEPS}
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """The recipe of `farspan extend`."""
+
+    search: SearchConfig = field(default_factory=SearchConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    tune: str = ""  # rotary methods: "fair" or "raw" tunes all weights, 200 or 1000 steps
+    fitted: bool = True  # schedules: fit their slope, or take it from their formula
+    search_windows: int = 256  # at most
+    choose_windows: int = 8
+    report_windows: int = 8
+    passkeys: int = 2  # keys at each of ten depths; 0 measures no passkeys
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.tune not in TUNING_STEPS:
+            raise FarspanError(
+                f"tune is {self.tune!r}; choose fair (200 steps) or raw (1000 steps), or remove it"
+            )
+        for name in ("search_windows", "choose_windows", "report_windows"):
+            if getattr(self, name) < 1:
+                raise FarspanError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if self.passkeys < 0:
+            raise FarspanError(f"passkeys is {self.passkeys}; choose 0 or more")
+        if not 0 <= self.seed < 2**20:
+            raise FarspanError(f"seed is {self.seed}; choose it from 0 to {2**20 - 1}")
+
+
+def read_extend_config(
+    recipe: str | Path | ExtendConfig | None = None, overrides: Sequence[str] = ()
+) -> ExtendConfig:
+    """A recipe by name, file or object, with `key=value` overrides.
+
+    >>> read_extend_config(overrides=["search.steps=50"]).search.steps
+    50
+    """
+    if isinstance(recipe, ExtendConfig):
+        return apply_overrides(recipe, list(overrides)) if overrides else recipe
+    return load_recipe(
+        ExtendConfig, str(recipe or "default"), list(overrides), recipe_dir=RECIPE_DIR
+    )
+
+
+Fit = Callable[[PreTrainedModel, FitJob, ExtendConfig], Patch]
+
+
+def _rope_fit(name: str) -> Fit:
+    return lambda model, job, config: fit_rope(model, job, name, _rope_tuning(config))
+
+
+def _rope_tuning(config: ExtendConfig) -> TuningConfig | None:
+    """The tuning of a rotary method; tuning.steps overrides the steps that `tune` stands for."""
+    steps = TUNING_STEPS[config.tune]
+    return None if steps is None else replace(config.tuning, steps=config.tuning.steps or steps)
+
+
+def _schedule_fit(name: str) -> Fit:
+    return lambda model, job, config: fit_schedule(model, job, name, config.fitted)
+
+
+SCALE_METHODS: dict[str, Fit] = {
+    "uniform": lambda model, job, config: uniform(model, job),
+    "headscale": lambda model, job, config: headscale(model, job, config.search),
+    "headlog": lambda model, job, config: headlog(model, job, config.search),
+    **{name: _schedule_fit(name) for name in SCHEDULES},
+}
+ROPE_METHODS: dict[str, Fit] = {
+    **{name: _rope_fit(name) for name in ROPE_SCALINGS},
+    "drope": lambda model, job, config: drope(model, job, config.tuning),
+}
+METHODS = {**SCALE_METHODS, **ROPE_METHODS}
+
+
+# The parts of ExtendConfig that only some methods use; all use windows, passkeys and seed.
+METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
+    "uniform": (),
+    "headscale": ("search",),
+    "headlog": ("search",),
+    **dict.fromkeys(SCHEDULES, ("fitted",)),
+    "piecewise": (),  # no formula gives its slope, so it is always fitted
+    **dict.fromkeys(ROPE_SCALINGS, ("tune", "tuning")),
+    "drope": ("tuning",),
+    "auto": ("search", "tune", "tuning"),  # which of them depends on the model
+}
+
+
+def parse_methods(method: str) -> list[str]:
+    """`yarn+headscale` -> ["yarn", "headscale"], checked."""
+    names = method.split("+")
+    if "auto" in names and len(names) > 1:
+        raise FarspanError(
+            f"{method} combines auto with other methods; use auto alone, or name the methods"
+        )
+    for name in names:
+        if name not in METHODS and name != "auto":
+            raise FarspanError(f"method {name!r} is unknown; {suggest(name, [*METHODS, 'auto'])}")
+    check_combination(method)
+    return names
+
+
+def check_combination(method: str) -> None:
+    """Refuse known methods that cannot follow each other."""
+    names = method.split("+")
+    rotary = [name for name in names if name in ROPE_METHODS]
+    if len(rotary) > 1:
+        raise FarspanError(
+            f"{method} sets rotation {len(rotary)} times, and only {rotary[-1]} would take effect; "
+            f"choose one of {', '.join(dict.fromkeys(rotary))}"
+        )
+    scaling = [name for name in names if name in SCALE_METHODS]
+    if len(scaling) > 1 or (scaling and names[-1] not in SCALE_METHODS):
+        raise FarspanError(
+            f"{method} scales attention twice or too early; write the rotary method first, then "
+            "one that scales"
+        )
+
+
+def check_unused_settings(
+    names: Sequence[str], config: ExtendConfig, default: ExtendConfig | None = None
+) -> None:
+    """Refuse a setting that differs from the default and that none of the methods uses."""
+    method = "+".join(names)
+    for key, value in _changed_settings(config, default or ExtendConfig()):
+        part = key.partition(".")[0]
+        setting = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        users = methods_using(key, names)
+        if not users:
+            others = ", ".join(name for name, parts in METHOD_SETTINGS.items() if part in parts)
+            raise FarspanError(
+                f"{method} does not use {setting}; remove it, or choose a method that does: "
+                f"{others}"
+            )
+        if part == "tuning" and not config.tune and "drope" not in users:
+            raise FarspanError(
+                f"{method} tunes no weights, so it does not use {setting}; add tune=fair, or "
+                "remove it"
+            )
+
+
+def methods_using(key: str, names: Sequence[str]) -> list[str]:
+    """Those of the methods that use a setting."""
+    return [name for name in names if key.partition(".")[0] in METHOD_SETTINGS[name]]
+
+
+def _changed_settings(config: ExtendConfig, default: ExtendConfig) -> Iterator[tuple[str, Any]]:
+    """The method-specific settings that differ from the default, by dotted key."""
+    values, defaults = asdict(config), asdict(default)
+    for part in ("tune", "fitted"):
+        if values[part] != defaults[part]:
+            yield part, values[part]
+    for part in ("search", "tuning"):
+        for key, value in values[part].items():
+            if value != defaults[part][key]:
+                yield f"{part}.{key}", value
+
+
+def check_compatible(
+    names: list[str], layers: Sequence[Layer], config: PreTrainedConfig, source: str
+) -> tuple[str, ...]:
+    """Refuse methods that do not apply to this model; return notes about unusual choices."""
+    positions = {layer.position for layer in layers}
+    replacing = set(names) & set(ROPE_SCALINGS) - {"ntk"}
+    if (scaling := existing_rope_scaling(config)) is not None and replacing:
+        raise FarspanError(
+            f"the rotation of {source} is already scaled ({scaling}), and {min(replacing)} would "
+            "replace that; use ntk, uniform or headscale"
+        )
+    for name in names:
+        if name in ROPE_METHODS and "rope" not in positions:
+            raise FarspanError(
+                f"{name} changes rotation, and {source} has no rotary layer (positions: "
+                f"{', '.join(sorted(positions))}); use uniform, headscale or headlog"
+            )
+    scales_only = set(names) & set(SCALE_METHODS) and not set(names) & set(ROPE_METHODS)
+    if scales_only and "rope" in positions and "none" not in positions:
+        return (
+            "all layers of this model are rotary, and scales alone gain little there; try yarn or "
+            "yarn+headscale",
+        )
+    return ()
+
+
+def unused_settings(
+    names: Sequence[str], layers: Sequence[Layer], config: PreTrainedConfig, extend: ExtendConfig
+) -> Iterator[str]:
+    """Notes on settings that auto, which accepts every setting, does not use on this model."""
+    if list(names) != ["auto"]:
+        return
+    candidates = _auto_candidates(layers, config)
+    for key, _ in _changed_settings(extend, ExtendConfig()):
+        if not methods_using(key, candidates):
+            choices = ", ".join(candidates)
+            yield f"{key} was not used: on this model auto chooses among {choices}"
+
+
+def _auto_candidates(layers: Sequence[Layer], config: PreTrainedConfig) -> list[str]:
+    """The methods among which auto chooses."""
+    if not all(layer.position == "rope" for layer in layers):
+        return ["uniform", "headscale", "headlog"]
+    return ["ntk", "yarn"] if existing_rope_scaling(config) is None else ["ntk", "uniform"]
+
+
+def make_fit_job(
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    to: int,
+    train_length: int,
+    search: Tensor,
+    choose: Tensor,
+    **settings: Any,
+) -> FitJob:
+    """The job of extending this model, whose probed layers are `layers`."""
+    return FitJob(
+        to,
+        train_length,
+        search,
+        choose,
+        default_scaled_layers(layers),
+        layers[0].heads,
+        fingerprint(model),
+        **settings,
+    )
+
+
+def fit_methods(
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    job: FitJob,
+    config: ExtendConfig,
+    names: list[str],
+) -> tuple[Patch, tuple[str, ...]]:
+    """Fit one method after the other, each on the model that those before it patched.
+
+    The model ends up patched. Returns the combined patch, and notes.
+    """
+    if names == ["auto"]:
+        return _fit_best(model, layers, job, config)
+    combined: Patch | None = None
+    for name in names:
+        part = METHODS[name](model, job, config)
+        if combined is None:
+            part.apply(model)
+        else:  # it was fitted on a model whose weights are no longer those of the base
+            replace(part, model=fingerprint(model)).apply(model)
+        combined = part if combined is None else combined.then(part)
+        if part.rope is not None:  # layers that lost their rotation get scales too
+            job = replace(job, layers=default_scaled_layers(probe(model)))
+    assert combined is not None
+    return combined, ()
+
+
+def _fit_best(
+    model: PreTrainedModel, layers: Sequence[Layer], job: FitJob, config: ExtendConfig
+) -> tuple[Patch, tuple[str, ...]]:
+    """Of the candidates, the method with the lowest loss on the second split."""
+    patches: dict[str, Patch] = {}
+    for name in _auto_candidates(layers, model.config):
+        patches[name] = METHODS[name](model, job, config)
+        if name == "uniform" and not config.search.init:  # the other searches start from it
+            scales = patches[name].scales
+            assert scales is not None
+            value = float(scales.base[0, 0])
+            start = max(1.0, value) if config.search.constraint else value
+            config = replace(config, search=replace(config.search, init=start))
+    losses = {name: _patched_loss(model, patch, job.choose) for name, patch in patches.items()}
+    best = lowest_loss(losses)
+    others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
+    patches[best].apply(model)
+    note = f"auto chose {best}: loss {losses[best]:.4f} on the second split, against {others}"
+    return patches[best], (note,)
+
+
+def _patched_loss(model: PreTrainedModel, patch: Patch, windows: Tensor) -> float:
+    """The loss with a patch; the model is left as it was."""
+    if patch.scales is not None:
+        return scaled_loss(model, windows, patch.scales)
+    assert patch.rope is not None
+    with rope_override(model, dict(patch.rope)), weights_override(model, patch.weights or {}):
+        return float(loss_by_position(model, windows).mean())

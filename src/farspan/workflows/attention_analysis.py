@@ -1,0 +1,254 @@
+"""`farspan lab distance` and `lab theorems`: compare attention, prove theorems, read positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from farspan.data.documents import read_documents
+from farspan.data.windows import cut_windows
+from farspan.diagnosis.curves import check_losses
+from farspan.errors import FarspanError
+from farspan.files import check_absent, new_folder
+from farspan.lab.distance import (
+    RULES,
+    AttentionComparison,
+    ablation,
+    distances,
+    mass_by_distance,
+)
+from farspan.lab.study import encode_examples, parse_length_range
+from farspan.lab.tasks import draw_examples, find_task
+from farspan.lab.theorems import (
+    PositionAnalysis,
+    PositionReadout,
+    linear,
+    look_back,
+    prove,
+    read_positions,
+)
+from farspan.lab.tokenizer import WordTokenizer
+from farspan.loading import check_source, load, load_with_tokenizer, resolve_device
+from farspan.model.loss import token_losses
+from farspan.progress import Progress, silent
+from farspan.record import write_record
+from farspan.report import lab_figures, style
+from farspan.workflows.diagnose import model_names
+
+
+def compare_attention(
+    models: Sequence[str],
+    data: str | None = None,
+    out: Path | None = None,
+    *,
+    task: str | None = None,
+    lengths: str = "",
+    length: int | None = None,
+    windows: int = 4,
+    rule: str = "jsd",
+    device: str | None = None,
+    progress: Progress = silent,
+) -> AttentionComparison:
+    """Compare the attention of models on text, or on examples of a lab task.
+
+    Measures the attention distance between every two models, the attention mass by distance, and
+    how much the loss rises without each head.
+
+    data: default: python-docs.
+    length: of a window of text, in tokens; default: 512.
+    task: for models of the lab: read examples of this task, of these `lengths`, instead of text.
+    """
+    _check_options(rule, task, lengths, data, length)
+    if out is not None:
+        check_absent(out)
+    device, data, length = resolve_device(device), data or "python-docs", length or 512
+    source: dict[str, Any]
+    if task is not None:
+        source = {"task": task, "lengths": lengths}
+        batches = _example_batches(task, lengths, windows)
+        loaded = _load_lab_models(models, device)
+    else:
+        source = {"data": data, "length": length}
+        loaded, tokenizer = _load_with_shared_tokenizer(models, device)
+        batches = list(cut_windows(read_documents(data), tokenizer, length, windows).ids.split(1))
+    comparison = _compare_models(loaded, model_names(models), batches, rule, progress)
+    if out is not None:
+        settings = {
+            "models": list(models),
+            **source,
+            "windows": windows,
+            "rule": rule,
+            "device": device,
+        }
+        _write_comparison(comparison, out, settings)
+    return comparison
+
+
+def _check_options(
+    rule: str, task: str | None, lengths: str, data: str | None, length: int | None
+) -> None:
+    if rule not in RULES:
+        raise FarspanError(f"rule {rule!r} is unknown; choose {' or '.join(RULES)}")
+    if task is None and lengths:
+        raise FarspanError(
+            f"--lengths {lengths} applies to examples of a task; add --task, or use --length"
+        )
+    for option, value in (("--data", data), ("--length", length)):
+        if task is not None and value is not None:
+            raise FarspanError(
+                f"{option} {value} applies to text, but --task {task} reads examples; "
+                f"remove {option} or --task"
+            )
+
+
+def _example_batches(name: str, lengths: str, count: int) -> list[Tensor]:
+    """Examples of a task, in batches of rows of equal length."""
+    task = find_task(name)
+    length_range = parse_length_range(lengths) if lengths else task.train
+    rows = encode_examples(draw_examples(task, length_range, count, 0), WordTokenizer())
+    return [rows.ids[rows.stop == stop, :stop].long() for stop in rows.stop.unique().tolist()]
+
+
+def _load_lab_models(models: Sequence[str], device: str) -> list[PreTrainedModel]:
+    loaded = [load(model, device=device).model for model in models]
+    words = len(WordTokenizer())
+    for name, model in zip(models, loaded, strict=True):
+        if model.config.vocab_size != words:
+            raise FarspanError(
+                f"{name} has a vocabulary of {model.config.vocab_size} tokens, but the tasks have "
+                f"{words} words; remove --task, or choose models of the lab"
+            )
+    return loaded
+
+
+def _load_with_shared_tokenizer(
+    models: Sequence[str], device: str
+) -> tuple[list[PreTrainedModel], Any]:
+    """The models and their tokenizer, which must be the same: they read the same tokens."""
+    pairs = [load_with_tokenizer(model, device=device) for model in models]
+    tokenizer = pairs[0][1]
+    for name, (_, other) in zip(models, pairs, strict=True):
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise FarspanError(
+                f"{name} and {models[0]} have different vocabularies, so they cannot read the same "
+                "tokens; choose models with the same tokenizer"
+            )
+    return [model for model, _ in pairs], tokenizer
+
+
+def _compare_models(
+    models: Sequence[PreTrainedModel],
+    names: list[str],
+    batches: Sequence[Tensor],
+    rule: str,
+    progress: Progress,
+) -> AttentionComparison:
+    for model, name in zip(models, names, strict=True):
+        _check_finite(model, batches, name)
+    advance = progress("compare", 2 * len(models) + 1)
+    pairs = distances(models, batches, rule=rule) if len(models) > 1 else {}
+    advance()
+    mass, ablations = [], []
+    for model in models:
+        mass.append(mass_by_distance(model, batches))
+        advance()
+        ablations.append(ablation(model, batches))
+        advance()
+    tokens = sum(ids.numel() for ids in batches)
+    return AttentionComparison(names, tokens, pairs, mass, ablations)
+
+
+def _check_finite(model: PreTrainedModel, batches: Sequence[Tensor], name: str) -> None:
+    """Raise an error if a loss is not finite: all measurements would be NaN."""
+    for ids in batches:
+        for losses in token_losses(model, ids.to(model.device)):
+            check_losses(model, losses, name)
+
+
+def _write_comparison(comparison: AttentionComparison, out: Path, settings: dict[str, Any]) -> None:
+    names = comparison.models
+    pairs = [
+        {
+            "models": [names[one], names[other]],
+            "nearest": distance.nearest.round(5).tolist(),
+            "matched": distance.matched.round(5).tolist(),
+            "pairs": distance.pairs.round(5).tolist(),
+        }
+        for (one, other), distance in comparison.pairs.items()
+    ]
+    heads = [
+        {
+            "model": name,
+            "mass_by_distance": mass.round(6).tolist(),
+            "loss_without_head": increases.round(6).tolist(),
+        }
+        for name, mass, increases in zip(names, comparison.mass, comparison.ablations, strict=True)
+    ]
+    results = {"tokens": comparison.tokens, "distances": pairs, "heads": heads}
+    with new_folder(out) as staging:
+        if comparison.pairs:
+            style.save(lab_figures.attention_distance(comparison), staging / "distance")
+        style.save(lab_figures.attention_heads(comparison), staging / "heads")
+        write_record(staging / "record.json", "lab distance", settings, results)
+
+
+def theorems(
+    models: Sequence[str] = (),
+    data: str = "python-docs",
+    out: Path | None = None,
+    *,
+    length: int = 512,
+    windows: int = 8,
+    device: str | None = None,
+) -> PositionAnalysis:
+    """Prove Kazemnejad 2023's theorems by constructed weights, and read positions from models.
+
+    The constructions are checked on texts of `length` tokens. The positions of tokens are read from
+    the hidden states of each model by regression.
+    """
+    if out is not None:
+        check_absent(out)
+    device = resolve_device(device)
+    for model in models:
+        check_source(model)
+    proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
+
+    def read(model: str, name: str) -> list[PositionReadout]:  # one model in memory at a time
+        loaded, tokenizer = load_with_tokenizer(model, device=device)
+        ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
+        _check_finite(loaded, ids.split(1), name)
+        return read_positions(loaded, ids)
+
+    names = model_names(models)
+    readings = {name: read(model, name) for model, name in zip(models, names, strict=True)}
+    analysis = PositionAnalysis(proofs, readings)
+    if out is not None:
+        settings = {
+            "length": length,
+            "models": list(models),
+            "data": data,
+            "windows": windows,
+            "device": device,
+        }
+        _write_analysis(analysis, out, settings)
+    return analysis
+
+
+def _write_analysis(analysis: PositionAnalysis, out: Path, settings: dict[str, Any]) -> None:
+    errors = {
+        proof.rule: {"position_error": proof.position_error, "score_error": proof.score_error}
+        for proof in analysis.proofs
+    }
+    readings = {
+        name: [asdict(readout) for readout in readouts]
+        for name, readouts in analysis.readings.items()
+    }
+    with new_folder(out) as staging:
+        style.save(lab_figures.theorem_figure(analysis.proofs), staging / "theorems")
+        results = {"theorems": errors, "readings": readings}
+        write_record(staging / "record.json", "lab theorems", settings, results)

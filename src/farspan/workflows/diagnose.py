@@ -1,0 +1,296 @@
+"""`farspan diagnose`: loss and attention entropy by position, and a verdict in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
+from farspan.attention.model_facts import config_train_length
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.batching import out_of_memory
+from farspan.data.documents import read_documents
+from farspan.data.windows import Windows, cut_windows
+from farspan.diagnosis.curves import check_losses, measure_curves
+from farspan.diagnosis.knees import KneeRule
+from farspan.diagnosis.result import Diagnosis
+from farspan.diagnosis.verdict import assess
+from farspan.errors import FarspanError, first_line
+from farspan.files import check_absent, new_folder
+from farspan.loading import (
+    check_source,
+    find_patch,
+    load_config,
+    load_with_tokenizer,
+    resolve_device,
+)
+from farspan.model.loss import token_losses
+from farspan.progress import Progress, silent
+from farspan.record import write_record
+from farspan.report import figures, style
+
+MIN_BINS, BINS_INSIDE = 256, 64  # position bins: in total, and inside the training length
+
+
+def diagnose(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path = "python-docs",
+    lengths: Sequence[int] = (),
+    *,
+    scales: Sequence[float] = (),
+    windows: int = 8,
+    train_length: int | None = None,
+    position: str | None = None,
+    out: str | Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    rule: KneeRule | None = None,
+    progress: Progress = silent,
+) -> list[Diagnosis]:
+    """One diagnosis per model or, with `scales`, per model and uniform scale.
+
+    Each window is read once at the largest length; default: twice the longest training length.
+    With `out`, a record and figures are written to that folder.
+
+    >>> farspan.diagnose("path/to/model", lengths=[512, 4096])[0].verdict
+    """
+    sources = [models] if isinstance(models, str | Path) else list(models)
+    rule = rule or KneeRule()
+    lengths = lengths or default_lengths(sources, train_length, position, trust_remote_code)
+    if min(lengths) < 2:
+        raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; use 2 or more")
+    if out is not None:
+        check_absent(Path(out))
+    device = resolve_device(device)
+    for source in sources:
+        _check_scalable(source, scales)
+        check_source(source, position=position, trust_remote_code=trust_remote_code)
+    diagnoses: list[Diagnosis] = []
+    text_read: dict[str, Any] = {}
+    for source, name in zip(sources, model_names(sources), strict=True):
+        loading = progress(f"{name}: load and read", 2)
+        subject = _load(source, name, position, device, trust_remote_code)
+        loading()
+        cut = cut_windows(read_documents(data), subject.tokenizer, max(lengths), windows)
+        loading()
+        text_read[str(source)] = cut.describe()
+        diagnoses += _diagnose_model(subject, cut, scales, train_length, rule, progress)
+        del subject  # hold one model at a time
+    if out is not None:
+        settings = {
+            "data": str(data),
+            "lengths": list(lengths),
+            "scales": list(scales),
+            "windows": windows,
+            "train_length": train_length,
+            "position": position,
+            "device": device,
+            "rule": asdict(rule),
+        }
+        _write(Path(out), diagnoses, text_read, settings)
+    return diagnoses
+
+
+def default_lengths(
+    sources: Sequence[str | Path],
+    train_length: int | None = None,
+    position: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[int]:
+    """Half the longest training length, all of it, and twice as much."""
+    if train_length is None:
+        train_lengths = [_train_length(source, position, trust_remote_code) for source in sources]
+        if None in train_lengths:
+            raise FarspanError(
+                f"{sources[train_lengths.index(None)]} does not state its training length; "
+                "set --lengths"
+            )
+        train_length = max(length for length in train_lengths if length is not None)
+    return [max(2, train_length // 2), train_length, 2 * train_length]
+
+
+def _train_length(source: str | Path, position: str | None, trust_remote_code: bool) -> int | None:
+    """The training length of a model whose weights are not loaded; None for a .gguf file."""
+    if (patch := find_patch(source)) is not None:
+        return patch.train_length
+    if Path(source).suffix == ".gguf":
+        return None
+    config = load_config(source, position=position, trust_remote_code=trust_remote_code)
+    return config_train_length(config)
+
+
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    """A loaded model under diagnosis."""
+
+    source: str | Path
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+def _load(
+    source: str | Path, name: str, position: str | None, device: str, trust_remote_code: bool
+) -> _Subject:
+    model, tokenizer = load_with_tokenizer(
+        source, position=position, device=device, trust_remote_code=trust_remote_code
+    )
+    return _Subject(source, name, model, tokenizer)
+
+
+def _diagnose_model(
+    subject: _Subject,
+    cut: Windows,
+    scales: Sequence[float],
+    train_length: int | None,
+    rule: KneeRule,
+    progress: Progress,
+) -> Iterator[Diagnosis]:
+    """The diagnosis of a model as it is, or one for each uniform scale."""
+    length = _checked_length(subject, cut, train_length)
+    unscaled_loss = _loss_inside(subject, cut, length) if scales else None
+    for value in scales or (None,):
+        yield _diagnose_scale(subject, cut, value, length, unscaled_loss, rule, progress)
+
+
+def _diagnose_scale(
+    subject: _Subject,
+    cut: Windows,
+    value: float | None,
+    train_length: int,
+    unscaled_loss: float | None,
+    rule: KneeRule,
+    progress: Progress,
+) -> Diagnosis:
+    model, longest = subject.model, cut.ids.shape[1]
+    label = subject.name if value is None else f"{subject.name} λ̂={value:g}"
+    layers = probe(model)
+    if value is not None:
+        seam.install(
+            model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads)
+        )
+    # Bins narrow enough for a trend inside the training length, and wide enough to average noise.
+    bins = max(MIN_BINS, round(BINS_INSIDE * longest / train_length))
+    advance = progress(label, len(cut.ids))
+    try:
+        with _model_errors(subject.source, longest):
+            curves = measure_curves(model, cut.ids, bins=bins, name=label, after_window=advance)
+    finally:
+        if value is not None:
+            seam.uninstall(model)
+    patch = find_patch(subject.source)
+    return assess(
+        label,
+        train_length,
+        curves,
+        rule,
+        without_positions=any(layer.position == "none" for layer in layers),
+        scales=patch.scales if patch else None,
+        uniform=value,
+        unscaled_loss=unscaled_loss,
+    )
+
+
+def _check_scalable(source: str | Path, scales: Sequence[float]) -> None:
+    patch = find_patch(source)
+    if scales and patch is not None and patch.scales is not None:
+        raise FarspanError(
+            f"{source} is a patch that already has scales; compare uniform scales on its base model"
+        )
+
+
+def _checked_length(subject: _Subject, cut: Windows, train_length: int | None) -> int:
+    """The training length of a model that can be diagnosed on these windows."""
+    source, model, patch = subject.source, subject.model, find_patch(subject.source)
+    length = train_length or (patch.train_length if patch else config_train_length(model.config))
+    if length is None:
+        raise FarspanError(
+            f"the config of {source} does not state its training length; set --train-length"
+        )
+    longest = cut.ids.shape[1]
+    if longest < 1.25 * length:
+        raise FarspanError(
+            f"{source} was trained on {length} tokens and the largest length is {longest}; "
+            "add one that is at least a quarter longer, for example "
+            f"--lengths {length}:{2 * length}"
+        )
+    if int(cut.ids.max()) >= model.get_input_embeddings().num_embeddings:
+        raise FarspanError(
+            f"the tokenizer of {source} has tokens outside the model's vocabulary; "
+            "use the tokenizer that belongs to the model"
+        )
+    return length
+
+
+def _loss_inside(subject: _Subject, cut: Windows, length: int) -> float:
+    """The loss of a model without scales over the last quarter of its training length."""
+    model = subject.model
+    with _model_errors(subject.source, length):
+        losses = [
+            token_losses(model, window[None, :length].to(model.device))[0] for window in cut.ids
+        ]
+    for window_losses in losses:
+        check_losses(model, window_losses, str(subject.source))
+    quarter = max(1, length // 4)
+    return float(np.mean([float(window_losses[-quarter:].mean()) for window_losses in losses]))
+
+
+@contextmanager
+def _model_errors(source: str | Path, tokens: int) -> Iterator[None]:
+    """Report an error inside the model's forward pass as one sentence."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if out_of_memory(error):
+            reason = "out of memory"
+        raise FarspanError(
+            f"{source} cannot run on {tokens} tokens at once ({reason}); use shorter lengths"
+        ) from error
+
+
+def model_names(sources: Sequence[str | Path]) -> list[str]:
+    """A distinct name for each model.
+
+    The name is the last two parts of the path, or the whole path if two models share these; a
+    model that is listed twice gets a number.
+
+    >>> model_names(["runs/a/model", "runs/b/model", "nope-twin", "nope-twin"])
+    ['a/model', 'b/model', 'nope-twin', 'nope-twin (2)']
+    """
+    short = [_short_name(source) for source in sources]
+    names: list[str] = []
+    for source, name in zip(sources, short, strict=True):
+        name = name if short.count(name) == 1 else str(source)
+        unique, number = name, 1
+        while unique in names:
+            number += 1
+            unique = f"{name} ({number})"
+        names.append(unique)
+    return names
+
+
+def _short_name(source: str | Path) -> str:
+    """The last two parts of a path; a hub id or a bundled model as it is."""
+    parts = Path(source).parts if Path(source).exists() else ()
+    return "/".join(parts[-2:]) or str(source)
+
+
+def _write(
+    out: Path, diagnoses: list[Diagnosis], text_read: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    with new_folder(out) as new:
+        for name, figure in figures.diagnosis_figures(diagnoses).items():
+            style.save(figure, new / name)
+        results = {
+            "read": text_read,
+            "models": [diagnosis.to_json() for diagnosis in diagnoses],
+        }
+        write_record(new / "record.json", "diagnose", settings, results)

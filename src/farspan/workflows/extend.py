@@ -1,0 +1,460 @@
+"""`farspan extend`: fit a method, save the patch, prove it on a fresh model, report the gain."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from farspan.attention.model_facts import config_train_length, max_positions
+from farspan.attention.patch import Patch, reset_dynamic_rope
+from farspan.attention.probe import Layer, probe
+from farspan.batching import out_of_memory
+from farspan.data.documents import read_documents, share_text
+from farspan.data.passkey import PasskeyDocuments
+from farspan.data.windows import Windows, cut_windows, split_windows
+from farspan.deprecation import renamed_arguments
+from farspan.diagnosis.curves import check_losses, mean_before
+from farspan.errors import FarspanError, ProofError
+from farspan.evals.passkey import passkey_accuracy
+from farspan.files import check_absent, new_folder, write_text
+from farspan.lengths import doublings
+from farspan.loading import is_patch, load_with_tokenizer, upcast_small_model
+from farspan.methods.job import FitJob, loss_by_position
+from farspan.methods.registry import (
+    ROPE_METHODS,
+    SEARCH_OVERSHOOT,
+    ExtendConfig,
+    check_compatible,
+    check_unused_settings,
+    fit_methods,
+    make_fit_job,
+    methods_using,
+    parse_methods,
+    read_extend_config,
+    unused_settings,
+)
+from farspan.model.loss import last_logits_cpu
+from farspan.progress import Progress, silent
+from farspan.recipe import to_toml
+from farspan.record import write_record
+from farspan.report import figures, style
+from farspan.train.loop import lock_run
+from farspan.train.sharding import processes
+
+DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
+PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
+
+Data = str | Path | Mapping[str, str | Path]
+
+
+@dataclass(frozen=True, eq=False)
+class ExtendResult:
+    """The patch, and what it gains and costs."""
+
+    patch: Patch
+    folder: Path
+    before: dict[str, float]  # loss and passkey accuracy, as "loss@1024"
+    after: dict[str, float]
+    curves: dict[str, np.ndarray]  # loss by position, "before" and "after"
+    proof: float  # largest logit difference between the fitted and the reloaded model
+    effect: float  # largest logit difference between the patched model and its base
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _ExtendRun:
+    """What to extend, and with which methods."""
+
+    source: str | Path
+    names: list[str]
+    config: ExtendConfig
+    position: str | None
+    device: str
+    trust_remote_code: bool
+    progress: Progress
+
+    @property
+    def method(self) -> str:
+        return "+".join(self.names)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A fresh model."""
+        model, tokenizer = load_with_tokenizer(
+            self.source,
+            position=self.position,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+        )
+        searches_scales = not set(self.names) <= set(ROPE_METHODS)
+        return upcast_small_model(model) if searches_scales else model, tokenizer
+
+
+@renamed_arguments(source="model")
+def extend(
+    model: str | Path,
+    to: int,
+    out: str | Path,
+    method: str = "auto",
+    *,
+    data: Data = DEFAULT_TEXT,
+    recipe: ExtendConfig | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    train_length: int | None = None,
+    position: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> ExtendResult:
+    """Extend a model to `to` tokens: fit `method` and write the patch to the new folder `out`.
+
+    method: one of METHODS, several joined with +, or auto.
+    data: one corpus, which is split to search on, choose by and report on; or these three by name.
+    recipe, overrides: the settings, as a name, .toml file or ExtendConfig, and as "key=value".
+
+    >>> farspan.extend("nope-twin", to=1024, out="nope-1k", method="headscale")
+    """
+    out, config, names = Path(out), read_extend_config(recipe, overrides), parse_methods(method)
+    check_unused_settings(names, config)
+    check_absent(out)
+    if is_patch(model):
+        raise FarspanError(
+            f"{model} is a patch; extend its base model with both methods joined by +"
+        )
+    device = device or str(processes().device)
+    run = _ExtendRun(model, names, config, position, device, trust_remote_code, progress)
+    advance = progress("load and read", 2)
+    base, tokenizer = run.load()
+    advance()
+    layers = probe(base)
+    length = _check_lengths(run, base, layers, to, train_length)
+    notes = _notes(run, base, layers)
+    splits = _split_text(data, tokenizer, to, config)
+    advance()
+    job = _make_job(run, base, layers, splits, to, length, out)
+    with _search_folder(job, config, method):
+        result = _fit(base, tokenizer, layers, splits["report"].ids, job, run, out)
+        result = replace(result, notes=(*notes, *result.notes))
+        if processes().is_main_process:
+            result = _save(result, base, run, job, splits)
+        processes().wait_for_everyone()
+    return result
+
+
+def _make_job(
+    run: _ExtendRun,
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    splits: Mapping[str, Windows],
+    to: int,
+    train_length: int,
+    out: Path,
+) -> FitJob:
+    return make_fit_job(
+        model,
+        layers,
+        to,
+        train_length,
+        splits["search"].ids,
+        splits["choose"].ids,
+        name=str(run.source),
+        position=run.position,
+        seed=run.config.seed,
+        folder=out.with_name(f".{out.name}.search"),
+        progress=run.progress,
+    )
+
+
+def _check_lengths(
+    run: _ExtendRun,
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    to: int,
+    train_length: int | None,
+) -> int:
+    """The train length; refuse a target that cannot be reached from it."""
+    source, config_length = run.source, config_train_length(model.config)
+    length, rows = train_length or config_length, max_positions(model.config, layers)
+    if length is None:
+        raise FarspanError(
+            f"the config of {source} does not give its train length; add --train-length"
+        )
+    if to <= length:
+        raise FarspanError(
+            f"{source} was already trained on {length} tokens; choose a longer --to than that"
+        )
+    if rows is not None and round(SEARCH_OVERSHOOT * to) > rows:
+        raise FarspanError(
+            f"{source} has {rows} learned positions, and a search for {to} tokens reads "
+            f"{round(SEARCH_OVERSHOOT * to)}; such a model cannot be extended beyond its table"
+        )
+    if "dynamic-ntk" in run.names and length != config_length:
+        # transformers' dynamic rotation reads the length from the config alone.
+        raise FarspanError(
+            f"dynamic-ntk starts at the max_position_embeddings of {source}, {config_length}, "
+            f"whatever --train-length {length} says; remove --train-length, or choose ntk or yarn"
+        )
+    return length
+
+
+def _notes(run: _ExtendRun, model: PreTrainedModel, layers: Sequence[Layer]) -> tuple[str, ...]:
+    notes = check_compatible(run.names, layers, model.config, str(run.source))
+    return (*notes, *unused_settings(run.names, layers, model.config, run.config))
+
+
+def _split_text(
+    data: Data, tokenizer: PreTrainedTokenizerBase, to: int, config: ExtendConfig
+) -> dict[str, Windows]:
+    lengths = {"search": round(SEARCH_OVERSHOOT * to), "choose": to, "report": to}
+    limits = {
+        "search": config.search_windows,
+        "choose": config.choose_windows,
+        "report": config.report_windows,
+    }
+    if isinstance(data, str | Path):
+        return split_windows(read_documents(data), tokenizer, lengths, limits)
+    if set(data) != set(lengths):
+        raise FarspanError(
+            f"the texts are named {', '.join(data)}; give one corpus, or three as search=PATH, "
+            "choose=PATH and report=PATH"
+        )
+    for one, other in combinations(lengths, 2):
+        if share_text(data[one], data[other]):
+            raise FarspanError(
+                f"{one}={data[one]} and {other}={data[other]} overlap; give three disjoint texts"
+            )
+    return {
+        name: cut_windows(read_documents(data[name]), tokenizer, lengths[name], limits[name])
+        for name in lengths
+    }
+
+
+@contextmanager
+def _search_folder(job: FitJob, config: ExtendConfig, method: str) -> Iterator[None]:
+    """Resume an interrupted search of the same extension, refuse another one's, clean up.
+
+    A search that finished, or that failed before its first checkpoint, leaves nothing behind.
+    """
+    folder = job.folder
+    assert folder is not None
+    claim, file = _search_claim(job, config, method), folder / "claim.toml"
+    is_main = processes().is_main_process
+    with lock_run(folder):
+        checkpoints = list(folder.glob("*/checkpoints/step-*"))
+        if checkpoints and file.exists() and file.read_text(encoding="utf-8") != claim:
+            raise FarspanError(
+                f"{folder} holds the unfinished search of another extension; finish that one, or "
+                "remove the folder"
+            )
+        if is_main:
+            write_text(file, claim)
+        try:
+            yield
+        except BaseException as error:
+            if is_main and not list(folder.glob("*/checkpoints/step-*")):
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, RuntimeError) and out_of_memory(error):
+                raise FarspanError(
+                    f"out of memory on windows of {job.search.shape[1]} tokens; rerun with "
+                    f"{_smaller_batches(method.split('+'), config)}a shorter target than "
+                    f"{job.target}"
+                ) from error
+            raise
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _search_claim(job: FitJob, config: ExtendConfig, method: str) -> str:
+    """Everything that the result of a search depends on, as text."""
+    no_effect: dict[str, Any] = {"micro_batch": 1, "save_every": 1}
+    search, tuning = replace(config.search, **no_effect), replace(config.tuning, **no_effect)
+    recipe = to_toml(replace(config, search=search, tuning=tuning))
+    text = hashlib.sha256(job.search.numpy().tobytes() + job.choose.numpy().tobytes()).hexdigest()
+    lengths = f"{method} to {job.target} from {job.train_length}"
+    return f"# {lengths}, weights {job.model}, text {text}\n{recipe}"
+
+
+def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
+    """The settings that save memory, of those that the methods use."""
+    tunes = config.tune or "drope" in names
+    sizes = {
+        "search": config.search.micro_batch,
+        "tuning": config.tuning.micro_batch if tunes else 1,
+    }
+    return "".join(
+        f"{part}.micro_batch=1, or "
+        for part, size in sizes.items()
+        if size > 1 and methods_using(part, names)
+    )
+
+
+def _fit(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: Sequence[Layer],
+    report: Tensor,
+    job: FitJob,
+    run: _ExtendRun,
+    out: Path,
+) -> ExtendResult:
+    """Measure, fit, measure again. The model ends up patched; the proof is still missing."""
+    before, base_curve = _measure(model, tokenizer, report, job, run.config)
+    check_losses(model, torch.from_numpy(base_curve), job.name)
+    patch, notes = fit_methods(model, layers, job, run.config, run.names)
+    after, curve = _measure(model, tokenizer, report, job, run.config)
+    if not np.isfinite(curve).all():
+        raise FarspanError(
+            f"{job.name} extended by {patch.method} has losses that are not finite; choose another "
+            "method, or a smaller learning rate"
+        )
+    return ExtendResult(
+        _with_absolute_base(patch, run.source),
+        out,
+        before,
+        after,
+        {"before": base_curve, "after": curve},
+        proof=math.nan,
+        effect=math.nan,
+        notes=(*notes, *_warnings(before, after, job.target)),
+    )
+
+
+def _measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    windows: Tensor,
+    job: FitJob,
+    config: ExtendConfig,
+) -> tuple[dict[str, float], np.ndarray]:
+    """Loss and passkey accuracy at the reported lengths, and the loss by position."""
+    reset_dynamic_rope(model)
+    curve = loss_by_position(model, windows).numpy()
+    lengths = reported_lengths(job)
+    positions = np.arange(1, len(curve) + 1)
+    values = {f"loss@{n}": mean_before(n, job.train_length, positions, curve) for n in lengths}
+    if config.passkeys:
+        shortest = max(PasskeyDocuments(tokenizer).shortest, job.train_length)
+        for length in lengths:
+            if length >= shortest:
+                reset_dynamic_rope(model)
+                values[f"passkey@{length}"] = passkey_accuracy(
+                    model, tokenizer, length, keys=config.passkeys, seed=config.seed
+                )
+    return values, curve
+
+
+def reported_lengths(job: FitJob) -> list[int]:
+    """Half the train length, the train length, and its doublings up to the target."""
+    return [job.train_length // 2, *doublings(job.train_length, job.target)]
+
+
+def _warnings(before: Mapping[str, float], after: Mapping[str, float], to: int) -> Iterator[str]:
+    base, patched = before[f"loss@{to}"], after[f"loss@{to}"]
+    if patched > base:
+        yield (
+            f"the patch makes the loss at {to} tokens worse ({base:.3f} before, {patched:.3f} "
+            "after); search longer, or choose another method"
+        )
+
+
+def _with_absolute_base(patch: Patch, source: str | Path) -> Patch:
+    """The patch with the absolute path of a local base model, so that it loads from any folder.
+
+    A bundled model or a hub id keeps its name.
+    """
+    path = str(Path(source).absolute()) if Path(source).exists() else patch.name
+    return patch if path == patch.name else replace(patch, name=path, label=patch.name)
+
+
+def _save(
+    result: ExtendResult,
+    fitted: PreTrainedModel,
+    run: _ExtendRun,
+    job: FitJob,
+    splits: Mapping[str, Windows],
+) -> ExtendResult:
+    """Write the patch folder, which appears only after the proof holds."""
+    with new_folder(result.folder) as folder:
+        result.patch.write_into(folder)
+        write_text(folder / "recipe.toml", to_toml(run.config))
+        proof, effect = _prove(folder, fitted, run.load()[0], splits["report"].ids[:1])
+        result = replace(result, proof=proof, effect=effect)
+        _write_record(folder, result, run, job, splits, fitted.device.type)
+    return result
+
+
+def _prove(
+    folder: Path, fitted: PreTrainedModel, base: PreTrainedModel, tokens: Tensor
+) -> tuple[float, float]:
+    """Reload the patch onto a fresh model: it must equal the fitted model, and have an effect."""
+    base_logits = last_logits_cpu(base, tokens, PROOF_POSITIONS)
+    reloaded = last_logits_cpu(Patch.load(folder).apply(base), tokens, PROOF_POSITIONS)
+    reset_dynamic_rope(fitted)
+    expected = last_logits_cpu(fitted, tokens, PROOF_POSITIONS)
+    difference = float((reloaded - expected).abs().max())
+    effect = float((reloaded - base_logits).abs().max())
+    largest = float(expected.abs().max())
+    if not difference <= 1e-3 * largest:  # also true for NaN
+        raise ProofError(
+            f"the reloaded patch differs from the fitted model by {difference:.2g} in a logit (the "
+            f"largest is {largest:.2g}); nothing was written"
+        )
+    if effect == 0 and not _is_identity(Patch.load(folder)):
+        raise ProofError(
+            "the reloaded patch changes no logit of a fresh model; nothing was written"
+        )
+    return difference, effect
+
+
+def _is_identity(patch: Patch) -> bool:
+    scales = patch.scales
+    no_scales = scales is None or (
+        bool((scales.base == 1).all()) and (scales.slope is None or not bool(scales.slope.any()))
+    )
+    return no_scales and patch.rope is None and not patch.weights
+
+
+def _write_record(
+    folder: Path,
+    result: ExtendResult,
+    run: _ExtendRun,
+    job: FitJob,
+    splits: Mapping[str, Windows],
+    device: str,
+) -> None:
+    curves = result.curves
+    style.save(
+        figures.loss_curves(curves, job.train_length, str(job.name)), folder / "before_after"
+    )
+    write_record(
+        folder / "record.json",
+        "extend",
+        {
+            "model": job.name,
+            "to": job.target,
+            "method": run.method,
+            "train_length": job.train_length,
+            "position": job.position,
+            "device": device,
+            "recipe": asdict(run.config),
+        },
+        {
+            "before": result.before,
+            "after": result.after,
+            "proof": {"max_abs_logit": result.proof, "effect": result.effect},
+            "notes": list(result.notes),
+            "text": {name: windows.describe() for name, windows in splits.items()},
+            "loss_by_position": {name: curve.round(4).tolist() for name, curve in curves.items()},
+        },
+    )

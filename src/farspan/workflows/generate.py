@@ -1,0 +1,146 @@
+"""`farspan generate`: stream the continuation of a prompt, with any model that farspan loads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+
+from farspan.attention.model_facts import max_positions, probe_or_none
+from farspan.deprecation import renamed_arguments
+from farspan.diagnosis.curves import check_finite
+from farspan.errors import FarspanError
+from farspan.evals.decoding import default_generation_config, end_tokens
+from farspan.loading import load_with_tokenizer, quiet, resolve_device
+
+MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow
+
+
+def read_prompt(file: Path) -> str:
+    """The text of a prompt file."""
+    if not file.is_file():
+        raise FarspanError(f"{file} is no file; give a text file, or --prompt TEXT")
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FarspanError(
+            f"{file} is not UTF-8 text (byte {error.start}); convert it to UTF-8"
+        ) from None
+
+
+@renamed_arguments(source="model", tokens="max_new_tokens")
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    position: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Iterator[str]:
+    """Yield the continuation of a prompt in pieces of text.
+
+    temperature: 0 is greedy decoding.
+
+    >>> print("".join(farspan.generate("nope-twin", "The pass key is", max_new_tokens=8)))
+    """
+    _check_settings(prompt, max_new_tokens, temperature, seed)
+    loaded, tokenizer = load_with_tokenizer(
+        model,
+        position=position,
+        device=resolve_device(device),
+        trust_remote_code=trust_remote_code,
+    )
+    encoded = tokenizer(prompt, return_tensors="pt", verbose=False).to(loaded.device)
+    length = encoded["input_ids"].shape[1]
+    limit = max_positions(loaded.config, probe_or_none(loaded))
+    if limit is not None and length + max_new_tokens > limit:
+        raise FarspanError(
+            f"the prompt has {length} tokens, {max_new_tokens} more are requested, and the "
+            f"position table of {model} has {limit} rows; shorten the prompt, or lower "
+            "--max-new-tokens"
+        )
+    ends = end_tokens(loaded, tokenizer)
+    options = {
+        "input_ids": encoded["input_ids"],
+        "attention_mask": encoded["attention_mask"],
+        "max_new_tokens": max_new_tokens,
+        "do_sample": temperature > 0,
+        "eos_token_id": ends or None,
+        "pad_token_id": ends[0] if ends else 0,
+    }
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0}  # not transformers' top_k of 50
+    return _stream(loaded, tokenizer, options, seed, str(model))
+
+
+def _check_settings(prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
+    if not prompt:
+        raise FarspanError("the prompt is empty; give some text")
+    if max_new_tokens < 1:
+        raise FarspanError(f"--max-new-tokens is {max_new_tokens}; choose 1 or more")
+    if not 0 <= temperature < float("inf"):
+        raise FarspanError(f"temperature is {temperature:g}; choose 0 for greedy decoding, or more")
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise FarspanError(
+            f"temperature {temperature:g} is too small to divide by; choose 0 for greedy decoding, "
+            f"or {MIN_TEMPERATURE:g} or more"
+        )
+    if not 0 <= seed < 2**64:
+        raise FarspanError(f"seed is {seed}; choose it from 0 to 2^64 - 1")
+
+
+def _stream(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: dict[str, Any],
+    seed: int,
+    name: str,
+) -> Iterator[str]:
+    """Run `model.generate` in a thread, which stops when the caller stops reading."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stopped = threading.Event()
+    errors: list[BaseException] = []
+
+    def check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        check_finite(model, scores, f"{name} after {ids.shape[1]} tokens")
+        return scores
+
+    def stop(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.full((len(ids),), stopped.is_set(), device=ids.device)
+
+    def run() -> None:
+        try:
+            with quiet(), default_generation_config(model), torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model.generate(
+                    **options,
+                    streamer=streamer,
+                    logits_processor=LogitsProcessorList([check_scores]),
+                    stopping_criteria=StoppingCriteriaList([stop]),
+                )
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield from filter(None, streamer)
+    finally:
+        stopped.set()
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,288 @@
+"""`farspan inspect`: which layers have positions, by behavior and by config, and what folds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from farspan.attention.model_facts import (
+    built_in_temperature,
+    claimed_position,
+    config_train_length,
+    default_scaled_layers,
+    head_dim,
+    small_model,
+)
+from farspan.attention.patch import Patch
+from farspan.attention.probe import Layer, probe
+from farspan.attention.scales import Scales
+from farspan.deprecation import renamed_arguments
+from farspan.diagnosis.curves import check_finite
+from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.files import weight_files
+from farspan.formats.fold import Site, find_sites, logits, random_tokens
+from farspan.loading import find_patch, is_patch, load, load_config
+
+FULL_SIZE_LIMIT = 300_000_000  # parameters of a model that is built whole if no small one can be
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention layer: its position encoding by behavior and by config."""
+
+    index: int
+    position: str  # none | rope | alibi | t5 | learned | sinusoidal | unknown
+    claimed: str  # the same values; unknown where the config does not say
+    window: int | None
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """Whether per-head scales fold into the weights of the layers that get scales by default."""
+
+    possible: bool
+    site: str | None  # the submodule that takes them
+    why: str | None  # the obstacle, and on which layers
+    layers: tuple[int, ...]  # every layer that folds
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `farspan inspect`; `to_json` has stable keys."""
+
+    model: str
+    family: str
+    parameters: int
+    train_length: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    base_scale: float
+    temperature: str | None  # a schedule that is built into the model
+    query_norm: str | None
+    layers: tuple[LayerReport, ...]
+    fold: FoldReport
+    warnings: tuple[str, ...]
+    patch: dict[str, Any] | None = None  # what a patch folder adds to its base model
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@renamed_arguments(source="model")
+def inspect(
+    model: str | Path | PreTrainedModel,
+    *,
+    position: str | None = None,
+    trust_remote_code: bool = False,
+) -> Inspection:
+    """Inspect a model by running it on a few tokens.
+
+    A folder with only a config is inspected on a small random model with the same layers.
+
+    >>> farspan.inspect("path/to/checkpoint").fold.possible
+    True
+    """
+    if isinstance(model, PreTrainedModel):
+        return _inspect_model(model, type(model).__name__)
+    folder, name = Path(model), str(model)
+    if folder.is_dir() and not is_patch(folder):
+        config = load_config(folder, position=position, trust_remote_code=trust_remote_code)
+        if not weight_files(folder):
+            return _inspect_config(config, name, trust_remote_code)
+    loaded = load(model, position=position, trust_remote_code=trust_remote_code).model
+    _check_weights(loaded, name)
+    inspection, patch = _inspect_model(loaded, name), find_patch(model)
+    if patch is None:
+        return inspection
+    parts = "; ".join(describe_patch(patch))
+    note = f"patched by {patch.method} for {patch.target:,} tokens: {parts}"
+    warnings = (note, *inspection.warnings)
+    return replace(inspection, patch=patch.portable().describe(), warnings=warnings)
+
+
+def _check_weights(model: PreTrainedModel, name: str) -> None:
+    """Refuse damaged weights: such a model shows nothing of its architecture."""
+    try:
+        check_finite(model, logits(model, random_tokens(model)), name)
+    except CorruptError:
+        raise
+    except Exception:  # overflow, or a family that needs more inputs, which the probe will report
+        return
+
+
+def describe_patch(patch: Patch) -> list[str]:
+    """What a patch changes, one phrase for each part."""
+    parts = []
+    if patch.scales is not None:
+        layers = len(patch.scales.layers)
+        parts.append(f"attention scales of {layers} layers: {_scale_statistics(patch.scales)}")
+    if patch.rope is not None:
+        parts.append(f"rope parameters: {describe_rope(patch.rope)}")
+    if patch.weights is not None:
+        parts.append(f"tuned weights: {len(patch.weights)} tensors")
+    return parts
+
+
+def describe_rope(rope: Mapping[str, Any]) -> str:
+    """Rope parameters in six digits; patch.json has all of them."""
+    values = {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in rope.items()}
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _scale_statistics(scales: Scales) -> str:
+    base = scales.base.detach()
+    spread = f"min {base.min():.3f}, mean {base.mean():.3f}, max {base.max():.3f}"
+    return spread if scales.constant else f"{spread}, growing by the basis `{scales.basis}`"
+
+
+def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Inspection:
+    note = "no weights: probed on a small random model with the same layers"
+    try:
+        with torch.device("meta"):
+            full = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            parameters = _parameter_count(full)
+        try:
+            small = small_model(config, trust_remote_code)
+            return _inspect_model(small, name, config, parameters, [note])
+        except Exception:  # a family whose sizes depend on each other
+            if parameters > FULL_SIZE_LIMIT:
+                raise
+            full = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return _inspect_model(full.eval(), name, config, parameters, [note])
+    except FarspanError:
+        raise
+    except Exception as error:
+        raise FarspanError(
+            f"no {config.model_type} model could be built and run from the config of {name} "
+            f"({type(error).__name__}: {first_line(error)}); give the folder with its weights"
+        ) from error
+
+
+def _inspect_model(
+    model: PreTrainedModel,
+    name: str,
+    config: PreTrainedConfig | None = None,
+    parameters: int | None = None,
+    notes: Sequence[str] = (),
+) -> Inspection:
+    """`config` and `parameters` are those of the full model if `model` is a small stand-in."""
+    config = (config or model.config).get_text_config()
+    if not (heads := getattr(config, "num_attention_heads", None)):
+        raise FarspanError(
+            f"a {config.model_type} model has no attention heads, so there is nothing to inspect; "
+            "give a transformer"
+        )
+    warnings = [*notes, *_config_warnings(config)]
+    from_config = Inspection(
+        model=name,
+        family=config.model_type,
+        parameters=parameters or _parameter_count(model),
+        train_length=config_train_length(config),
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim(config),
+        base_scale=head_dim(config) ** -0.5,
+        temperature=built_in_temperature(config),
+        query_norm=None,
+        layers=tuple(
+            LayerReport(index, "unknown", claimed_position(config, index), None)
+            for index in range(config.num_hidden_layers)
+        ),
+        fold=FoldReport(False, None, "the model does not support the attention seam", ()),
+        warnings=tuple(warnings),
+    )
+    try:
+        layers = probe(model)
+    except FarspanError as error:  # off the attention interface: only the config is left
+        return replace(from_config, warnings=(*warnings, str(error)))
+    reports = tuple(
+        LayerReport(
+            layer.index, layer.position, claimed_position(config, layer.index), layer.window
+        )
+        for layer in layers
+    )
+    return replace(
+        from_config,
+        head_dim=layers[0].head_dim,
+        base_scale=layers[0].base_scale,
+        query_norm=_query_norm(layers),
+        layers=reports,
+        fold=_fold_report(model, layers),
+        warnings=(*warnings, *_disagreements(reports)),
+    )
+
+
+def _config_warnings(config: PreTrainedConfig) -> list[str]:
+    warnings = []
+    if temperature := built_in_temperature(config):
+        warnings.append(
+            f"the model already scales its attention ({temperature}); farspan's scales multiply it"
+        )
+    length, table = config_train_length(config), getattr(config, "position_table", None)
+    if "learned" in getattr(config, "position", ()) and table and length and table > length:
+        warnings.append(f"its position table has {table} rows; those beyond {length} are untrained")
+    return warnings
+
+
+def _fold_report(model: PreTrainedModel, layers: list[Layer]) -> FoldReport:
+    """Try different scales on every head; where that fails, try one scale for the layer."""
+    indices = tuple(layer.index for layer in layers)
+    heads = layers[0].heads
+    distinct = Scales(indices, torch.linspace(1.1, 1.9, heads).repeat(len(layers), 1))
+    sites = find_sites(model, distinct)
+    reasons: dict[str, list[int]] = {}
+    for index, site in sites.items():
+        if isinstance(site, str):
+            reasons.setdefault(site, []).append(index)
+    why = [f"layers {format_ranges(where)}: {reason}" for reason, where in reasons.items()]
+    if reasons:
+        refused = tuple(index for where in reasons.values() for index in where)
+        uniform = find_sites(model, Scales.uniform(1.5, refused, heads)).values()
+        if names := sorted({site.name for site in uniform if isinstance(site, Site)}):
+            why.append(f"one scale for a whole layer folds there, into {', '.join(names)}")
+    folding = tuple(index for index, site in sites.items() if isinstance(site, Site))
+    names = sorted({site.name for index, site in sites.items() if isinstance(site, Site)})
+    return FoldReport(
+        possible=set(default_scaled_layers(layers)) <= set(folding),
+        site=", ".join(names) or None,
+        why="; ".join(why) or None,
+        layers=folding,
+    )
+
+
+def _disagreements(reports: Sequence[LayerReport]) -> list[str]:
+    wrong: dict[tuple[str, str], list[int]] = {}
+    for report in reports:
+        if report.claimed not in ("unknown", report.position):
+            wrong.setdefault((report.claimed, report.position), []).append(report.index)
+    return [
+        f"layers {format_ranges(where)}: the config says {claimed!r}, the model behaves as "
+        f"{position!r}"
+        for (claimed, position), where in wrong.items()
+    ]
+
+
+def _query_norm(layers: Sequence[Layer]) -> str | None:
+    children = {name for layer in layers for name, _ in layer.module.named_children()}
+    names = [name for name in children if "norm" in name and name.startswith("q")]
+    return ", ".join(sorted(names)) or None
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0–2, 5"."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _parameter_count(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,325 @@
+"""`farspan pretrain`: train a recipe and write the model with its card, or estimate the cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.attention.patch import fingerprint
+from farspan.deprecation import renamed_arguments
+from farspan.errors import FarspanError
+from farspan.files import new_folder, read_json
+from farspan.loading import quiet, resolve_device
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.progress import Progress, silent
+from farspan.recipe import load_recipe, to_toml
+from farspan.record import write_record
+from farspan.report import figures
+from farspan.train.checkpoint import copy_tensors, write_manifest
+from farspan.train.corpus import TrainingData, find_files
+from farspan.train.loop import StepCallback, StepMetrics
+from farspan.train.metadata import write_training_metadata
+from farspan.train.pretrain import (
+    FREE_KEYS,
+    PretrainConfig,
+    batch_split,
+    check_same_recipe,
+    flops_per_token,
+)
+from farspan.train.pretrain import pretrain as train_recipe
+from farspan.train.sharding import full_tensor, processes
+
+RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "pretrain"
+GIB = 2**30
+
+
+def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> PretrainConfig:
+    """A recipe by name or file, with `key=value` overrides.
+
+    >>> read_recipe("small-nope", ["steps=100"]).train.steps
+    100
+    """
+    return load_recipe(PretrainConfig, recipe, overrides, recipe_dir=RECIPE_DIR)
+
+
+@dataclass(frozen=True)
+class PretrainEstimate:
+    """The cost of a recipe, estimated without reading text or training; keys of --json."""
+
+    parameters: int
+    tokens: int
+    flops: float
+    weights_gib: float  # weights, gradients and optimizer state, on one device
+    activations_gib: float  # of one micro batch
+    files_mb: float | None  # of the text files; None if they were not found
+    rate: float  # FLOP/s of matrix products on this device, measured now
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound: the time of the matrix products."""
+        return self.flops / self.rate
+
+
+def estimate(recipe: PretrainConfig) -> PretrainEstimate:
+    config = recipe.config()
+    with torch.device("meta"):
+        model = FarspanForCausalLM(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    train, count = recipe.train, processes().num_processes
+    half_precision = torch.cuda.is_available() and train.precision != "fp32"
+    optimizer_bytes = 4 * (2 if recipe.optimization.optimizer == "adamw" else 1)
+    shards = count if train.parallel == "fsdp" else 1
+    tokens = train.steps * train.batch * train.length
+    return PretrainEstimate(
+        parameters,
+        tokens,
+        tokens * flops_per_token(config, train.length),
+        parameters * (4 + 4 + optimizer_bytes) / shards / GIB,
+        _activation_bytes(recipe, config, count, 2 if half_precision else 4) / GIB,
+        _megabytes(recipe),
+        count * matmul_flops_per_second(half_precision, resolve_device(None)),
+    )
+
+
+def _activation_bytes(
+    recipe: PretrainConfig, config: FarspanConfig, processes: int, number_bytes: int
+) -> int:
+    """What the backward pass of a micro batch keeps: norms, projections and products of every
+    layer, and the logits."""
+    rows, _ = batch_split(recipe.train, processes)
+    kv = config.num_key_value_heads * config.head_dim
+    layer = 6 * config.hidden_size + 2 * kv + 3 * config.intermediate_size
+    layer = config.hidden_size if recipe.train.checkpoint_layers else layer
+    logits = config.vocab_size * (number_bytes + 4)
+    return rows * recipe.train.length * (config.num_hidden_layers * layer * number_bytes + logits)
+
+
+def _megabytes(recipe: PretrainConfig) -> float | None:
+    try:
+        used = [name for name, source in recipe.data.sources.items() if source.weight]
+        files = [path for name in used for path in find_files(recipe.data, name)]
+    except FarspanError:
+        return None
+    parts = [part for path in files for part in ([path] if path.is_file() else path.rglob("*"))]
+    return sum(part.stat().st_size for part in parts) / 1e6
+
+
+def matmul_flops_per_second(half_precision: bool, device: str) -> float:
+    """FLOP/s of a large matrix product on a device, measured now."""
+    on_gpu = torch.device(device).type == "cuda"
+    size = 8192 if on_gpu else 1024
+    dtype = torch.bfloat16 if half_precision else torch.float32
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    count = 20 if on_gpu else 3
+    (a @ a).sum().item()
+    start = time.perf_counter()
+    for _ in range(count):
+        b = a @ a
+    b.sum().item()
+    return count * 2 * size**3 / (time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class PretrainResult:
+    """A finished run."""
+
+    folder: Path
+    steps: int
+    loss: float  # mean over the last steps
+    already: bool  # it was finished before this call
+
+
+@renamed_arguments(source="recipe")
+def pretrain(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    *,
+    progress: Progress = silent,
+    on_step: StepCallback = lambda metrics: None,
+) -> PretrainResult:
+    """Train a recipe, or resume its run, and write the finished model to OUT/model.
+
+    >>> pretrain("twin-nope", ["data.folder=path/to/data"], "runs/twin-nope")
+    """
+    config = read_recipe(recipe, overrides)
+    run = Path(out or Path("runs") / Path(recipe).stem)
+    if config.train.tensorboard and processes().is_main_process:
+        on_step = _log_to_tensorboard(run, on_step)
+    record_file = run / "record.json"
+    if record_file.exists() and (run / "model").exists():
+        check_same_recipe(config, run)
+        record = read_json(record_file)
+        return PretrainResult(run / "model", record["steps"], record["loss"], already=True)
+    model, training_data, metrics = train_recipe(config, run, progress=progress, on_step=on_step)
+    last = metrics[-max(1, len(metrics) // 50) :]
+    loss = sum(entry["loss"] for entry in last) / len(last)
+    weights = {
+        name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()
+    }
+    if processes().is_main_process:
+        command = " ".join(
+            ["farspan pretrain", Path(recipe).name, *filter(_changes_the_model, overrides)]
+        )
+        if not (run / "model").exists():
+            _write_model(
+                run / "model", model.config, weights, training_data, config, metrics, command
+            )
+        results = {"steps": config.train.steps, "loss": loss, "data": training_data.summary}
+        write_record(record_file, "pretrain", {"recipe": to_toml(config)}, results)
+    processes().wait_for_everyone()
+    return PretrainResult(run / "model", config.train.steps, loss, already=False)
+
+
+def _changes_the_model(override: str) -> bool:
+    """Whether an override belongs in the model card; paths and the split of the work do not."""
+    return override.partition("=")[0].rpartition(".")[2] not in {
+        key.rpartition(".")[2] for key in FREE_KEYS
+    }
+
+
+def _log_to_tensorboard(run: Path, on_step: StepCallback) -> StepCallback:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise FarspanError(
+            "train.tensorboard=true needs tensorboard; install it with "
+            "pip install 'farspan[tensorboard]'"
+        ) from None
+    writers: list[Any] = []
+
+    def log_step(metrics: StepMetrics) -> None:
+        if not writers:  # opened at the first step: before that the folder may be another run's
+            writers.append(SummaryWriter(run / "tensorboard"))
+        (writer,) = writers
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
+            writer.add_scalar(name, getattr(metrics, name), metrics.step)
+        writer.flush()
+        on_step(metrics)
+
+    return log_step
+
+
+def _write_model(
+    folder: Path,
+    config: FarspanConfig,
+    weights: dict[str, Tensor],
+    training_data: TrainingData,
+    recipe: PretrainConfig,
+    metrics: list[dict[str, Any]],
+    command: str,
+) -> None:
+    model = FarspanForCausalLM(config).to(getattr(torch, recipe.train.dtype))
+    copy_tensors(weights, dict(model.named_parameters()), folder)
+    with new_folder(folder) as new:
+        with quiet():
+            model.save_pretrained(new)
+            training_data.tokenizer.save_pretrained(new)
+        figures.training_loss(metrics, recipe.title or folder.parent.name).savefig(
+            new / "loss.png", dpi=110
+        )
+        card = model_card(model, training_data, recipe, metrics, command)
+        (new / "README.md").write_text(card, encoding="utf-8")
+        write_training_metadata(new, passkey_documents=recipe.data.passkey > 0)
+        write_manifest(new)
+
+
+def model_card(
+    model: FarspanForCausalLM,
+    training_data: TrainingData,
+    recipe: PretrainConfig,
+    metrics: list[dict[str, Any]],
+    command: str,
+) -> str:
+    """The model's README: what it is, its training data, its loss, and how to reproduce it."""
+    train = recipe.train
+    sources = [
+        (
+            name,
+            ", ".join(source["files"]),
+            f"{source['documents']:,}",
+            f"{source['tokens']:,}",
+            f"{source['share']:.0%}",
+        )
+        for name, source in training_data.summary.items()
+    ]
+    indexes = sorted({min(len(metrics) - 1, len(metrics) * tenth // 10) for tenth in range(11)})
+    losses = [
+        (f"{entry['step']:,}", f"{entry['tokens']:,}", f"{entry['loss']:.3f}")
+        for entry in map(metrics.__getitem__, indexes)
+    ]
+    return CARD.format(
+        title=recipe.title or "A farspan model",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        length=train.length,
+        sources=_table_rows(sources),
+        passkeys=(PASSKEYS if recipe.data.passkey else NO_PASSKEYS).format(
+            share=recipe.data.passkey, length=train.length
+        ),
+        steps=train.steps,
+        batch=train.batch,
+        tokens=train.steps * train.batch * train.length,
+        losses=_table_rows(losses),
+        command=command,
+        recipe=to_toml(replace(recipe, data=replace(recipe.data, folder="", cache=""))).rstrip(),
+        fingerprint=fingerprint(model),
+    )
+
+
+def _table_rows(cells: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+CARD = """\
+# {title}
+
+A causal language model with {parameters:,} parameters, trained by farspan on windows of {length}
+tokens. It is meant for studies of length generalization, not for production.
+
+```python
+import farspan
+
+model, tokenizer = farspan.load("path/to/this/folder")
+```
+
+## Data
+
+| source | files | documents | tokens | share of rows |
+|---|---|---|---|---|
+{sources}
+
+{passkeys}
+
+## Training
+
+{steps:,} steps of {batch} rows of {length} tokens: {tokens:,} tokens.
+
+![loss](loss.png)
+
+| step | tokens | training loss, nats |
+|---|---|---|
+{losses}
+
+## Reproduce
+
+```
+{command} data.folder=PATH
+```
+
+```toml
+{recipe}
+```
+
+The SHA-256 of the weights in bf16 is {fingerprint}; `manifest.json` has those of the files.
+"""
+PASSKEYS = """\
+The training data **contains passkey documents**: {share:.0%} of the rows begin with one of at most
+{length} tokens. Its keys are not divisible by 11, so a passkey test must use keys that are, as
+farspan's tests do."""
+NO_PASSKEYS = "The training data contains no passkey documents."

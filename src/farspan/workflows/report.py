@@ -1,0 +1,116 @@
+"""`farspan report`: the records of runs as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farspan.attention.patch import Patch
+from farspan.errors import CorruptError, FarspanError
+from farspan.evals.jsonlines import read_rows
+from farspan.files import read_json, write_text
+from farspan.loading import is_patch
+from farspan.report.page import SECTIONS, Run, page
+from farspan.train.loop import METRICS
+from farspan.workflows.diagnose import model_names
+
+
+def report(
+    folders: Sequence[str | Path],
+    out: str | Path = "report.html",
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write one HTML page about the runs in `folders`; it needs no network to be viewed.
+
+    Runs of `diagnose`, `extend`, `eval`, `reproduce`, `lab run` and `pretrain` have figures.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise FarspanError(
+            f"{out} is a folder; choose a file name, for example {out / 'report.html'}"
+        )
+    if out.suffix not in (".html", ".htm"):
+        raise FarspanError(f"the report is an HTML page; end the file name {out} in .html")
+    runs = [
+        _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
+    ]
+    script = _plotly()
+    for run, folder in zip(runs, folders, strict=True):
+        _check_record(run, folder)
+        if run.record["command"] not in SECTIONS:
+            say(f"{folder} is a run of {run.record['command']}, which has no figures; listed only")
+    # A folder name may not be valid UTF-8.
+    write_text(out, page(runs, script).encode("utf-8", "replace").decode("utf-8"))
+    return out
+
+
+def _check_record(run: Run, folder: str | Path) -> None:
+    """Name the folder of a record that cannot be drawn."""
+    try:
+        page([run], "")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise CorruptError(
+            f"the record in {folder} is invalid ({type(error).__name__}: {error}); "
+            "repeat the run with this version of farspan"
+        ) from None
+
+
+def _names(folders: Sequence[str | Path]) -> list[str]:
+    """The folders' names, or as much of their paths as makes them distinct."""
+    short = [Path(folder).resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else model_names(folders)
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    if not folder.exists():
+        raise FarspanError(f"{folder} was not found; check the path")
+    if (folder / "record.json").exists():
+        record = read_json(folder / "record.json")
+        if not isinstance(record.get("command"), str):
+            raise CorruptError(
+                f"{folder / 'record.json'} has no command, so it is not a farspan record; "
+                "choose the folder of a run"
+            )
+    elif (folder / "results.json").exists():
+        record = {"command": "reproduce", **read_json(folder / "results.json")}
+    elif (folder / METRICS).exists():  # an unfinished training run
+        record = {"command": "pretrain"}
+    else:
+        raise FarspanError(
+            f"{folder} has no record.json; choose folders written by diagnose, extend, eval, "
+            "reproduce, lab run or pretrain"
+        )
+    scales: dict[int, list[float]] = {}
+    if is_patch(folder):
+        patch_json = read_json(folder / "patch.json")
+        record = {**record, "method": patch_json.get("method")}
+        scales = _scales(folder) if patch_json.get("scales") else {}
+    return Run(name, record, scales, _metrics(folder))
+
+
+def _scales(folder: Path) -> dict[int, list[float]]:
+    """λ̂ of each head at the target of a patch, by layer."""
+    patch = Patch.load(folder)
+    if patch.scales is None:
+        return {}
+    values = patch.scales.at(torch.tensor(patch.target))
+    return {layer: row.tolist() for layer, row in zip(patch.scales.layers, values, strict=True)}
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    file = folder / METRICS
+    return [row for _, row in read_rows(file)] if file.exists() else []
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise FarspanError(
+            "farspan report needs plotly, which is not installed; run pip install 'farspan[report]'"
+        ) from None
+    return str(get_plotlyjs())

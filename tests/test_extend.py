@@ -1,0 +1,1082 @@
+"""Methods and `extend`: gradients, constraints, optimal scales, patches and their proof."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import farspan
+from families import FAMILIES, VOCABULARY
+from farspan.attention import seam
+from farspan.attention.patch import Patch, fingerprint, set_rope
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.data.documents import Document
+from farspan.data.windows import split_windows
+from farspan.errors import CorruptError, FarspanError, ProofError
+from farspan.methods import headscale as headscale_module
+from farspan.methods import registry
+from farspan.methods.drope import drope
+from farspan.methods.headscale import SearchConfig, headlog, headscale
+from farspan.methods.job import FitJob, loss_by_position, lowest_loss, scaled_loss, search_best
+from farspan.methods.registry import (
+    METHODS,
+    ExtendConfig,
+    check_unused_settings,
+    fit_methods,
+    read_extend_config,
+)
+from farspan.methods.rope import ROPE_SCALINGS, fit_rope, rope_override
+from farspan.methods.rope import _rope_parameters as rope_parameters
+from farspan.methods.schedules import SCHEDULES, fit_schedule
+from farspan.methods.tuning import TuningConfig
+from farspan.methods.uniform import fit_log, full_grid, uniform
+from farspan.model.loss import mean_loss, token_losses
+from farspan.report import style
+from farspan.train.steps import EagerSteps
+from farspan.workflows import extend as extend_workflow
+from farspan.workflows.extend import extend
+
+QUICK = SearchConfig(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
+LENGTH, TARGET = 16, 40
+BY_NAME = {family.name: family for family in FAMILIES}
+FOUR = ("farspan-none", "llama", "qwen3", "gpt2")
+
+
+def job_for(model, **changes) -> FitJob:
+    layers = probe(model)
+    ids = torch.randint(VOCABULARY, (6, TARGET + 5), generator=torch.Generator().manual_seed(1))
+    job = FitJob(
+        TARGET,
+        LENGTH,
+        search=ids,
+        choose=ids[:2, :TARGET],
+        layers=tuple(layer.index for layer in layers),
+        heads=layers[0].heads,
+        model=fingerprint(model),
+    )
+    return replace(job, **changes)
+
+
+# The loss and its gradient.
+
+
+@pytest.mark.parametrize(
+    "name", ["farspan-none", "farspan-swan", "farspan-t5", "llama", "gemma2", "cohere2", "qwen3"]
+)
+def test_scale_gradients_match_finite_differences(name):
+    """In float64, for constant and growing scales, with logits in chunks of a few rows."""
+    model = BY_NAME[name].build().double()
+    # Other families compute norms and angles in float32, whose rounding would drown a tiny step.
+    ours = name.startswith("farspan")
+    step, tolerance = (1e-5, dict(rel=1e-4, abs=1e-9)) if ours else (1e-2, dict(rel=1e-2, abs=1e-5))
+    layers = [call.layer for call in seam.attention_calls(model)]
+    heads = seam.attention_calls(model)[0].q.shape[1]
+    base = torch.full((len(layers), heads), 1.1, dtype=torch.float64).requires_grad_()
+    slope = torch.full_like(base, 0.2).detach().requires_grad_()
+    ids = torch.randint(VOCABULARY, (2, 24))
+    seam.install(model, Scales(tuple(layers), base, slope, "log", 8))
+    with seam.frozen(model):
+        loss = mean_loss(model, ids, budget=3 * VOCABULARY)
+        loss.backward()
+    assert loss.item() == pytest.approx(token_losses(model, ids).mean().item(), abs=1e-12)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for table in (base, slope):
+        for place in ((0, 0), (len(layers) - 1, heads - 1)):
+            with torch.no_grad():
+                table[place] += step
+                above = token_losses(model, ids).mean()
+                table[place] -= 2 * step
+                below = token_losses(model, ids).mean()
+                table[place] += step
+            assert table.grad[place].item() == pytest.approx(
+                ((above - below) / (2 * step)).item(), **tolerance
+            )
+
+
+def test_mean_loss_computes_logits_in_chunks():
+    model = BY_NAME["farspan-none"].build()
+    ids = torch.randint(VOCABULARY, (2, 40))
+    rows = []
+    hook = model.lm_head.register_forward_hook(
+        lambda module, inputs, output: rows.append(output.shape[1])
+    )
+    unchunked = mean_loss(model, ids)
+    assert rows == [39]
+    rows.clear()
+    assert mean_loss(model, ids, budget=10 * VOCABULARY).item() == pytest.approx(
+        unchunked.item(), abs=1e-6
+    )
+    hook.remove()
+    assert max(rows) == 5
+    assert sum(rows) == 39
+
+
+# Methods.
+
+
+def test_search_best_finds_the_minimum_to_its_step():
+    for best in (0.8, 1.0, 1.234, 2.17, 3.0):
+        minimum, losses = search_best(
+            lambda value, best=best: (value - best) ** 2, np.arange(0.8, 3.01, 0.2), 0.01
+        )
+        assert minimum == pytest.approx(round(best, 2), abs=0.0051)
+        assert len(losses) < 40
+        assert all(abs(value * 100 - round(value * 100)) < 1e-6 for value in losses)
+    with pytest.raises(FarspanError, match="no scale gives a finite loss"):
+        search_best(lambda value: math.nan, (1.0, 2.0), 0.1)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_uniform_finds_the_best_scale(name):
+    model = BY_NAME[name].build()
+    job = job_for(model)
+    best = scaled_loss(model, job.choose, uniform(model, job).scales)
+    for other in (0.8, 1.0, 1.2, 1.6, 2.0, 3.0):
+        assert best <= scaled_loss(model, job.choose, job.uniform(other)) + 1e-6
+    assert not seam.installed(model)
+
+
+@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_searches_lower_the_loss_on_the_search_split(name, method):
+    model = BY_NAME[name].build()
+    job = job_for(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    patch = method(model, job, replace(QUICK, steps=12))
+    start = job.uniform(1.2) if method is headscale else None
+    reference = (
+        scaled_loss(model, job.search, start)
+        if start
+        else float(loss_by_position(model, job.search).mean())
+    )
+    assert scaled_loss(model, job.search, patch.scales) < reference
+    assert patch.scales.base.std() > 0
+    assert patch.method == method.__name__
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_constraint_holds_for_the_parameters_at_every_step(method, monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    seen = []
+    original = EagerSteps.update
+
+    def update(self) -> None:
+        original(self)
+        seen.append(
+            {name: parameter.detach().clone() for name, parameter in self.task.parameters.items()}
+        )
+        assert all(parameter.dtype == torch.float32 for parameter in self.task.parameters.values())
+
+    monkeypatch.setattr(EagerSteps, "update", update)
+    free = replace(QUICK, steps=10, constraint=False, lr=(0.5,), init=1.0)
+    method(model, job_for(model), free)
+    assert min(float(step["base"].min()) for step in seen) < 1, "unconstrained, λ̂ goes below 1"
+    seen.clear()
+    patch = method(model, job_for(model), replace(free, constraint=True))
+    assert len(seen) == 10
+    assert all(float(step["base"].min()) >= 1 for step in seen)
+    assert all(float(step["slope"].min()) >= 0 for step in seen if "slope" in step)
+    assert torch.equal(patch.scales.base, seen[-1]["base"])
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_unconstrained_scales_stay_positive(method):
+    """With steps this large a free search would cross 0, which no patch allows."""
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    scales = method(
+        model, job, replace(QUICK, steps=10, constraint=False, lr=(5.0,), init=1.0)
+    ).scales
+    ends = scales.at(torch.tensor([1.0, job.target]))
+    assert 0 < float(ends.min()) < 0.1
+    assert float(ends.max()) > 2
+
+
+@pytest.mark.parametrize(("factor", "accurate"), [(1.0, True), (300.0, False)])
+def test_detects_whether_bf16_gradients_are_accurate(factor, accurate):
+    """Attention scores of many thousands turn the bf16 gradient of a scale into noise."""
+    model = BY_NAME["farspan-none"].build().float()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(factor)
+            layer.self_attn.k_proj.weight.mul_(factor)
+    job = job_for(model)
+    scaled = headscale_module.ScaledModel(model, job.uniform(1.2))
+    seam.install(model, scaled.scales)
+    with seam.frozen(model):
+        assert scaled.bf16_is_accurate(job.search[:1]) is accurate
+    assert not scaled.use_bf16
+
+
+def test_choose_split_selects_the_learning_rate():
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    both = headscale(model, job, replace(QUICK, lr=(0.1, 1e-6)))
+    losses = [
+        scaled_loss(model, job.choose, headscale(model, job, replace(QUICK, lr=(lr,))).scales)
+        for lr in (0.1, 1e-6)
+    ]
+    assert scaled_loss(model, job.choose, both.scales) == pytest.approx(min(losses), abs=1e-6)
+
+
+def test_resumed_search_gives_the_same_scales(tmp_path):
+    model = BY_NAME["farspan-none"].build()
+    uninterrupted = headscale(model, job_for(model), QUICK)
+
+    def stop(label, steps):
+        def advance(count=1, note=""):
+            raise KeyboardInterrupt
+
+        return advance
+
+    job = job_for(model, folder=tmp_path, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        headscale(model, job, replace(QUICK, save_every=1))
+    resumed = headscale(
+        model, replace(job, progress=job_for(model).progress), replace(QUICK, save_every=1)
+    )
+    assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_match_their_formulas(name):
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    patch = fit_schedule(model, job, name, fitted=False)
+    n = torch.tensor([2.0, LENGTH, LENGTH + 1, 2 * LENGTH, TARGET])
+    values = patch.scales.at(n)[0, 0]
+    formulas = {
+        "logn": [max(1.0, math.log(x) / math.log(LENGTH)) for x in n.tolist()],
+        "llama4": [1 + 0.1 * math.log(1 + x // LENGTH) for x in n.tolist()],
+        "ssmax": [math.log(x) / math.log(LENGTH) for x in n.tolist()],
+    }
+    if name in formulas:
+        assert values.tolist() == pytest.approx(formulas[name], abs=1e-5)
+    else:
+        assert values[:2].tolist() == [1.0, 1.0]
+    fitted = fit_schedule(model, job, name, fitted=True)
+    assert (
+        scaled_loss(model, job.choose, fitted.scales)
+        <= scaled_loss(model, job.choose, patch.scales) + 1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["farspan-rope", "llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("method", ROPE_SCALINGS)
+def test_rope_methods_restore_the_model_and_give_a_working_patch(name, method):
+    family = BY_NAME[name]
+    model = family.build()
+    ids = torch.randint(VOCABULARY, (1, TARGET))
+    before = model(ids).logits.detach()
+    patch = fit_rope(model, job_for(model), method, None)
+    assert torch.equal(model(ids).logits, before)
+    patched = patch.apply(model)
+    if method != "dynamic-ntk":  # which starts at the config's length, far beyond these tokens
+        assert not torch.equal(patched(ids).logits, before)
+    kinds = {"pi": "linear", "ntk": "default", "dynamic-ntk": "dynamic", "yarn": "yarn"}
+    assert patch.rope["rope_type"] == kinds[method]
+
+
+@pytest.mark.parametrize("method", ["pi", "yarn", "dynamic-ntk"])
+def test_stretch_always_reaches_the_target(method, monkeypatch):
+    model = BY_NAME["farspan-rope"].build()
+
+    def rising_loss(model, ids):
+        return torch.tensor(model.config.rope_parameters["factor"])
+
+    monkeypatch.setattr("farspan.methods.rope.loss_by_position", rising_loss)
+    assert fit_rope(model, job_for(model), method, None).rope["factor"] == TARGET / LENGTH
+
+
+STRETCHED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("existing", [None, *STRETCHED])
+def test_stretch_of_one_changes_nothing_and_existing_scaling_is_kept(existing):
+    model = BY_NAME["llama"].build()
+    if existing is not None:
+        set_rope(model, STRETCHED[existing])
+    config, layers, ids = model.config, probe(model), torch.randint(VOCABULARY, (1, 64))
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        for method in ROPE_SCALINGS if existing is None else ("ntk",):
+            with rope_override(model, rope_parameters(model, job_for(model), method, 1.0)):
+                assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-6), method
+    if existing is None:
+        assert registry._auto_candidates(layers, config) == ["ntk", "yarn"]
+        return
+    assert registry._auto_candidates(layers, config) == ["ntk", "uniform"]
+    assert not registry.check_compatible(["ntk"], layers, config, "m")
+    for method in ("pi", "yarn", "dynamic-ntk"):
+        message = f"the rotation of m is already scaled .{existing}., and {method} would replace"
+        with pytest.raises(FarspanError, match=message):
+            registry.check_compatible([method, "headscale"], layers, config, "m")
+
+
+def test_rope_methods_refuse_models_that_rotate_only_in_sliding_windows():
+    model = BY_NAME["llama"].build()
+    model.config.rope_parameters = {
+        "sliding_attention": dict(model.config.rope_parameters),
+        "full_attention": None,
+    }
+    with pytest.raises(
+        FarspanError, match="only sliding-window layers of LlamaForCausalLM use RoPE, so yarn would"
+    ):
+        rope_parameters(model, job_for(model), "yarn", 2.0)
+
+
+def test_tuning_lowers_the_loss_and_the_patch_holds_the_weights():
+    model = BY_NAME["farspan-rope"].build()
+    job = job_for(model)
+    plain = fit_rope(model, job, "pi", None)
+    tuned = fit_rope(
+        model, job, "pi", TuningConfig(steps=20, batch=2, micro_batch=2, lr=1e-2, warmup=2)
+    )
+    assert fingerprint(model) == job.model
+    assert tuned.rope["factor"] == TARGET / LENGTH
+    losses = []
+    for patch in (plain, tuned):
+        patched = patch.apply(BY_NAME["farspan-rope"].build())
+        losses.append(float(loss_by_position(patched, job.search).mean()))
+    assert losses[1] < losses[0]
+
+
+def test_drope_removes_positions_and_combines_with_scales():
+    model = BY_NAME["farspan-rope"].build()
+    job = job_for(model)
+    dropped = drope(model, job, TuningConfig(steps=4, batch=2, micro_batch=2, lr=1e-3, warmup=1))
+    patched = dropped.apply(BY_NAME["farspan-rope"].build())
+    ids = torch.randint(VOCABULARY, (1, 12))
+    positions = torch.arange(12)[None]
+    with torch.no_grad():
+        moved = patched(ids, position_ids=positions + 100, use_cache=False).logits
+        assert torch.allclose(
+            patched(ids, position_ids=positions, use_cache=False).logits, moved, atol=1e-5
+        )
+    combined = dropped.then(headscale(patched, job, QUICK))
+    assert combined.method == "drope+headscale"
+    assert combined.apply(BY_NAME["farspan-rope"].build())
+
+
+def test_recovers_the_law_of_the_best_scale():
+    positions = np.arange(64, 4096, 64.0)
+    best = 1 + 0.35 * np.log(np.maximum(positions / 512, 1))
+    slope, (low, high), r2 = fit_log(positions, best, 512)
+    assert slope == pytest.approx(0.35)
+    assert low - 1e-9 <= 0.35 <= high + 1e-9, "exact data leaves an interval of rounding width"
+    assert r2 == pytest.approx(1.0)
+    model = BY_NAME["farspan-none"].build()
+    grid = full_grid(model, job_for(model), torch.randint(VOCABULARY, (2, 64)), 0.95, 1.05, bins=8)
+    assert grid.loss.shape == (11, 8)
+    assert set(grid.best) <= set(grid.values)
+    assert not seam.installed(model)
+
+
+# Text.
+
+
+class CharacterTokenizer:
+    """Every character is a token."""
+
+    def __call__(self, text, **_options):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_splits_share_no_token():
+    lengths, limits = (
+        {"search": 9, "choose": 8, "report": 8},
+        {"search": 100, "choose": 2, "report": 3},
+    )
+    one = "".join(chr(1000 + number) for number in range(400))
+    splits = split_windows([Document("one", one)], CharacterTokenizer(), lengths, limits)
+    ids = [set(windows.ids.flatten().tolist()) for windows in splits.values()]
+    assert not ids[0] & ids[1] and not ids[0] & ids[2] and not ids[1] & ids[2]  # noqa: PT018
+    counts = {name: len(windows.ids) for name, windows in splits.items()}
+    assert counts == {"search": 40, "choose": 2, "report": 3}
+    many = [Document(str(number), one[number * 40 : number * 40 + 40]) for number in range(10)]
+    splits = split_windows(many, CharacterTokenizer(), lengths, limits)
+    used = [{entry["document"] for entry in windows.used} for windows in splits.values()]
+    assert not used[0] & used[1] and not used[0] & used[2] and not used[1] & used[2]  # noqa: PT018
+    with pytest.raises(FarspanError, match="windows that share none of them take at least 25"):
+        split_windows([Document("short", one[:20])], CharacterTokenizer(), lengths, limits)
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Models of two layers with a tokenizer: without positions, with RoPE, and a hybrid."""
+    from farspan.data.documents import read_documents
+    from farspan.data.tokens import train_tokenizer
+    from farspan.model import FarspanConfig, FarspanForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    text = next(iter(read_documents("python-docs"))).text[:30_000]
+    tokenizer = train_tokenizer([text], 300)
+    shape = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=300,
+    )
+    for name, position in (("none", "none"), ("rope", "rope"), ("hybrid", ["rope", "none"])):
+        torch.manual_seed(0)
+        config = FarspanConfig(**shape, max_position_embeddings=64, position=position)
+        FarspanForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text.txt").write_text(text)
+    return folder
+
+
+SAVE = style.save
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(monkeypatch):
+    """Drawing is slow: `extend` writes an empty file instead of its figure."""
+    monkeypatch.setattr(style, "save", lambda figure, stem: stem.touch())
+
+
+FEW = ExtendConfig(choose_windows=2, report_windows=2, passkeys=0)
+SEARCHED = replace(FEW, search=QUICK)
+TUNED = replace(FEW, tuning=TuningConfig(steps=2, batch=2, micro_batch=2))
+RECIPES = {"headscale": SEARCHED, "headlog": SEARCHED, "drope": TUNED}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_writes_a_proven_patch(tiny, tmp_path, method):
+    source = tiny / ("rope" if method in registry.ROPE_METHODS else "none")
+    recipe = RECIPES.get(method, FEW)
+    result = extend(source, 128, tmp_path / "patch", method, data=tiny / "text.txt", recipe=recipe)
+    assert result.proof == pytest.approx(0, abs=1e-4)
+    assert set(result.before) == {"loss@32", "loss@64", "loss@128"}
+    model, _ = farspan.load(tmp_path / "patch")
+    assert seam.installed(model) == (method in registry.SCALE_METHODS)
+    patch = json.loads((tmp_path / "patch" / "patch.json").read_text())
+    assert (patch["target"], patch["train_length"]) == (128, 64)
+    assert patch["model"]["name"] == str(source)
+    assert {"scales", "rope"} & set(patch)
+    files = {path.name for path in (tmp_path / "patch").iterdir()}
+    assert {"patch.json", "recipe.toml", "record.json", "before_after"} <= files
+    record = json.loads((tmp_path / "patch" / "record.json").read_text())
+    assert record["before"] == result.before
+    assert [path.name for path in tmp_path.iterdir()] == ["patch"], "the search folder is removed"
+
+
+def test_writes_the_loss_curves_as_png_and_svg(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(style, "save", SAVE)
+    recipe = replace(FEW, fitted=False)
+    extend(tiny / "none", 128, tmp_path / "patch", "logn", data=tiny / "text.txt", recipe=recipe)
+    for name, start in (("before_after.png", b"\x89PNG"), ("before_after.svg", b"<?xml")):
+        assert (tmp_path / "patch" / name).read_bytes().startswith(start)
+
+
+def test_methods_combine_and_hybrids_scale_layers_without_positions(tiny, tmp_path):
+    patch = extend(
+        tiny / "hybrid",
+        128,
+        tmp_path / "both",
+        "yarn+headscale",
+        data=tiny / "text.txt",
+        recipe=SEARCHED,
+    ).patch
+    assert patch.method == "yarn+headscale"
+    assert patch.scales.layers == (1,)
+    assert patch.rope["rope_type"] == "yarn"
+    assert seam.installed(farspan.load(tmp_path / "both").model)
+    result = extend(
+        tiny / "rope",
+        128,
+        tmp_path / "drope",
+        "drope+uniform",
+        data=tiny / "text.txt",
+        recipe=TUNED,
+    )
+    assert result.patch.weights
+    assert result.proof == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"), [("none", {"uniform", "headscale", "headlog"}), ("rope", {"ntk", "yarn"})]
+)
+def test_auto_chooses_and_explains(tiny, tmp_path, kind, chosen):
+    result = extend(
+        tiny / kind, 128, tmp_path / "auto", "auto", data=tiny / "text.txt", recipe=SEARCHED
+    )
+    unused = [note for note in result.notes if "was not used" in note]
+    assert bool(unused) == (kind == "rope"), "auto searches no scales for a RoPE model"
+    assert result.patch.method in chosen
+    assert f"auto chose {result.patch.method}: loss" in result.notes[-1]
+
+
+def test_auto_chooses_by_the_loss_of_the_patched_model():
+    """The reported loss includes tuned weights."""
+    model = BY_NAME["farspan-rope"].build()
+    job = job_for(model)
+    tuning = TuningConfig(steps=8, batch=2, micro_batch=2, lr=1e-2, warmup=1)
+    config = replace(FEW, tune="fair", tuning=tuning)
+    patch, (note,) = fit_methods(model, probe(model), job, config, ["auto"])
+    assert patch.weights
+    fresh = patch.apply(BY_NAME["farspan-rope"].build())
+    assert f": loss {float(loss_by_position(fresh, job.choose).mean()):.4f} on" in note
+    assert torch.equal(model.model.norm.weight, patch.weights["model.norm.weight"])
+    untuned = BY_NAME["farspan-rope"].build()
+    before = {name: parameter.detach().clone() for name, parameter in untuned.named_parameters()}
+    registry._patched_loss(untuned, patch, job.choose)
+    assert all(
+        torch.equal(before[name], parameter) for name, parameter in untuned.named_parameters()
+    )
+
+
+def test_accepts_one_text_per_split(tiny, tmp_path):
+    (tmp_path / "other.txt").write_text((tiny / "text.txt").read_text()[::-1])
+    (tmp_path / "third.txt").write_text((tiny / "text.txt").read_text().swapcase())
+    text = {
+        "search": tiny / "text.txt",
+        "choose": tmp_path / "third.txt",
+        "report": tmp_path / "other.txt",
+    }
+    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=text, recipe=FEW)
+    for name in ("choose", "report"):  # another path to the same file
+        same = {**text, name: str(tiny / ".." / tiny.name / "text.txt")}
+        with pytest.raises(
+            FarspanError, match=f"search=.* and {name}=.* overlap; give three disjoint texts"
+        ):
+            extend(tiny / "none", 128, tmp_path / "no", "uniform", data=same, recipe=FEW)
+    with pytest.raises(FarspanError, match="give one corpus, or three as search=PATH"):
+        extend(tiny / "none", 128, tmp_path / "no", "uniform", data={"train": "x"}, recipe=FEW)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"to": 64}, "was already trained on 64 tokens; choose a longer --to"),
+        ({"method": "headscal"}, "method 'headscal' is unknown; did you mean headscale"),
+        (
+            {"method": "yarn"},
+            "yarn changes rotation, and .* has no rotary layer .*; use uniform, headscale",
+        ),
+        ({"method": "headscale+uniform"}, "scales attention twice or too early"),
+        ({"method": "uniform+yarn"}, "scales attention twice or too early"),
+        ({"method": "auto+headscale"}, "combines auto with other methods"),
+        (
+            {"method": "pi+ntk"},
+            r"pi\+ntk sets rotation 2 times, and only ntk would take effect; choose one of pi, ntk",
+        ),
+        ({"method": "drope+yarn"}, "only yarn would take effect; choose one of drope, yarn"),
+        ({"method": "yarn+ntk+headscale"}, "only ntk would take effect"),
+        ({"to": 100_000}, "no document has 112500 tokens"),
+    ],
+)
+def test_bad_requests_raise_one_sentence_and_write_nothing(tiny, tmp_path, changes, message):
+    request = {"to": 128, "method": "uniform", **changes}
+    with pytest.raises(FarspanError, match=message) as caught:
+        extend(tiny / "none", out=tmp_path / "out", data=tiny / "text.txt", recipe=FEW, **request)
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (
+            "yarn",
+            ["tuning.steps=3"],
+            r"yarn tunes no weights, so it does not use tuning.steps=3; add tune=fair",
+        ),
+        (
+            "yarn+headscale",
+            ["tuning.lr=0.5"],
+            r"yarn\+headscale tunes no weights, so .* tuning.lr=0.5; add tune=fair",
+        ),
+        (
+            "headscale",
+            ["tune=fair"],
+            "headscale does not use tune=fair; remove it, .*: pi, ntk, .*, yarn, auto$",
+        ),
+        (
+            "headscale",
+            ["fitted=false"],
+            "does not use fitted=false; .* a method that does: logn, llama4, ssmax$",
+        ),
+        ("piecewise", ["fitted=false"], "piecewise does not use fitted=false"),
+        (
+            "uniform",
+            ["search.lr=[0.1]"],
+            r"does not use search.lr=\[0.1\]; .*: headscale, headlog, auto$",
+        ),
+        ("drope", ["tune=raw"], "drope does not use tune=raw"),
+        ("auto", ["fitted=false"], "auto does not use fitted=false"),
+        ("auto", ["tuning.steps=3"], "auto tunes no weights"),
+    ],
+)
+def test_unused_settings_are_refused(tmp_path, method, changes, message):
+    with pytest.raises(FarspanError, match=message) as caught:
+        extend(
+            "nope-twin", 1024, tmp_path / "out", method, recipe=read_extend_config(None, changes)
+        )
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("yarn", ["tune=raw", "tuning.steps=3"]),
+        ("yarn+headscale", ["tune=fair", "search.steps=3"]),
+        ("drope+headlog", ["tuning.steps=3", "search.init=1"]),
+        ("ssmax", ["fitted=false"]),
+        ("auto", ["tune=fair", "tuning.steps=3", "search.steps=3"]),
+        ("uniform", ["search_windows=3", "passkeys=0", "seed=1"]),
+    ],
+)
+def test_used_settings_are_accepted(method, changes):
+    check_unused_settings(method.split("+"), read_extend_config(None, changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        (["tune=fair"], 200),
+        (["tune=raw"], 1000),
+        (["tune=fair", "tuning.steps=50"], 50),
+        (["tune=raw", "tuning.steps=7"], 7),
+        (["tune=raw", "tuning.steps=200"], 200),
+    ],
+)
+def test_tune_sets_the_steps(changes, steps, monkeypatch):
+    monkeypatch.setattr(registry, "fit_rope", lambda model, job, method, tuning: tuning.steps)
+    assert METHODS["yarn"](None, None, read_extend_config(None, changes)) == steps
+
+
+def test_refuses_targets_beyond_a_position_table(tiny, tmp_path):
+    from farspan.model import FarspanConfig, FarspanForCausalLM
+
+    shape = dict(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=300,
+    )
+    config = FarspanConfig(
+        **shape, max_position_embeddings=64, position="learned", position_table=128
+    )
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "learned")
+    farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "learned")
+    options = dict(out=tmp_path / "out", method="uniform", data=tiny / "text.txt", recipe=FEW)
+    with pytest.raises(
+        FarspanError, match="has 128 learned positions, and a search for 128 tokens reads 144"
+    ):
+        extend(tmp_path / "learned", 128, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_on_a_rope_model_come_with_a_warning(tiny, tmp_path):
+    result = extend(
+        tiny / "rope", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
+    )
+    assert "scales alone gain little there" in result.notes[0]
+
+
+def test_patch_without_effect_is_not_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Patch, "apply", lambda self, model: model)
+    with pytest.raises(
+        ProofError, match="changes no logit of a fresh model; nothing was written"
+    ) as caught:
+        extend(
+            tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
+        )
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "patch").exists()
+
+
+def test_nan_difference_fails_the_proof(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        extend_workflow,
+        "last_logits_cpu",
+        lambda model, tokens, keep: torch.full((1, 4), torch.nan),
+    )
+    with pytest.raises(
+        ProofError, match="differs from the fitted model by nan in a logit .*; nothing was written"
+    ):
+        extend(
+            tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
+        )
+    assert not (tmp_path / "patch").exists()
+
+
+def test_infinite_weights_raise_one_sentence(tiny, tmp_path):
+    model, tokenizer = farspan.load(tiny / "none")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    recipe = replace(FEW, fitted=False)
+    with pytest.raises(
+        CorruptError,
+        match=r"the loss of .*broken is nan at position 1 because model.norm.weight holds",
+    ):
+        extend(
+            tmp_path / "broken",
+            128,
+            tmp_path / "patch",
+            "logn",
+            data=tiny / "text.txt",
+            recipe=recipe,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_nonfinite_losses_after_a_method_blame_the_method(tiny, tmp_path, monkeypatch):
+    weights = {"model.norm.weight": torch.full((32,), torch.nan)}
+    monkeypatch.setitem(
+        METHODS, "uniform", lambda model, job, config: job.patch("uniform", weights=weights)
+    )
+    with pytest.raises(
+        FarspanError,
+        match=r"none extended by uniform has losses that are not finite; .*smaller learning rate",
+    ):
+        extend(
+            tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_of_memory_suggests_smaller_settings(tiny, tmp_path, monkeypatch):
+    def out_of_memory(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(headscale_module, "mean_loss", out_of_memory)
+    with pytest.raises(
+        FarspanError,
+        match=r"out of memory on windows of 144 tokens; .*search.micro_batch=1",
+    ):
+        extend(
+            tiny / "none",
+            128,
+            tmp_path / "patch",
+            "headscale",
+            data=tiny / "text.txt",
+            recipe=SEARCHED,
+        )
+    monkeypatch.setattr(extend_workflow, "loss_by_position", out_of_memory)
+    for recipe, settings in ((FEW, ""), (replace(FEW, tune="fair"), "tuning.micro_batch=1, or ")):
+        with pytest.raises(FarspanError, match=rf"rerun with {settings}a shorter target than 128$"):
+            extend(
+                tiny / "rope",
+                128,
+                tmp_path / "patch",
+                "yarn",
+                data=tiny / "text.txt",
+                recipe=recipe,
+            )
+
+
+def test_lowest_loss_ignores_nan():
+    assert lowest_loss({"a": math.nan, "b": 2.0, "c": 1.0, "d": math.inf}) == "c"
+    assert lowest_loss({0.1: math.nan}) == 0.1
+
+
+def test_refuses_a_folder_with_another_unfinished_search(tiny, tmp_path):
+    work = tmp_path / ".patch.search"
+    (work / "headscale" / "checkpoints" / "step-0000050").mkdir(parents=True)
+    (work / "claim.toml").write_text("# another")
+    with pytest.raises(FarspanError, match="holds the unfinished search of another extension"):
+        extend(
+            tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
+        )
+    assert (work / "claim.toml").read_text() == "# another"
+    shutil.rmtree(work / "headscale")  # a search without a checkpoint is overwritten
+    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    assert not work.exists()
+
+
+def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
+    options = dict(data=tiny / "text.txt", recipe=replace(FEW, search=QUICK))
+
+    def extend_again(label, steps):
+        def advance(count=1, note=""):
+            if "headscale" in label:  # the first one is searching
+                with pytest.raises(
+                    FarspanError,
+                    match="another process is training in .*.patch.search; wait for it",
+                ):
+                    extend(tiny / "none", 128, tmp_path / "patch", "headscale", **options)
+                advance.tried += 1
+
+        advance.tried = 0
+        tried.append(advance)
+        return advance
+
+    tried = []
+    extend(tiny / "none", 128, tmp_path / "patch", "headscale", progress=extend_again, **options)
+    assert sum(advance.tried for advance in tried) > 0
+    assert (tmp_path / "patch" / "patch.json").exists()
+    assert not (tmp_path / ".patch.search").exists()
+
+
+def test_warns_about_a_patch_that_raises_the_loss(tiny, tmp_path):
+    worse = replace(FEW, search=replace(QUICK, steps=1, warmup=0, lr=(1e-9,), init=9.0))
+    result = extend(
+        tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=worse
+    )
+    assert result.after["loss@128"] > result.before["loss@128"]
+    assert any("makes the loss at 128 tokens worse" in note for note in result.notes)
+
+
+def test_dynamic_ntk_refuses_another_train_length(tiny, tmp_path):
+    with pytest.raises(
+        FarspanError,
+        match="dynamic-ntk starts at the .* of .*, 64, whatever --train-length 32",
+    ):
+        extend(
+            tiny / "rope",
+            128,
+            tmp_path / "no",
+            "dynamic-ntk",
+            data=tiny / "text.txt",
+            train_length=32,
+            recipe=FEW,
+        )
+
+
+def test_extension_resumes_only_with_the_same_text(tiny, tmp_path):
+    """An interrupted search ends in the same scales; settings without effect may change."""
+    recipe = replace(FEW, search=replace(QUICK, steps=6, save_every=2))
+    uninterrupted = extend(
+        tiny / "none",
+        128,
+        tmp_path / "uninterrupted",
+        "headscale",
+        data=tiny / "text.txt",
+        recipe=recipe,
+    )
+
+    def stop(label, steps):
+        def advance(count=1, note=""):
+            advance.count += 1
+            if "headscale" in label and advance.count == 4:
+                raise KeyboardInterrupt
+
+        advance.count = 0
+        return advance
+
+    request = (tiny / "none", 128, tmp_path / "patch", "headscale")
+    with pytest.raises(KeyboardInterrupt):
+        extend(*request, data=tiny / "text.txt", recipe=recipe, progress=stop)
+    assert (tmp_path / ".patch.search").exists()
+    (tmp_path / "other.txt").write_text((tiny / "text.txt").read_text()[::-1])
+    with pytest.raises(FarspanError, match="unfinished search of another"):
+        extend(*request, data=tmp_path / "other.txt", recipe=recipe)
+    resumed = extend(
+        *request,
+        data=tiny / "text.txt",
+        recipe=replace(recipe, search=replace(recipe.search, save_every=1)),
+    )
+    assert torch.equal(resumed.patch.scales.base, uninterrupted.patch.scales.base)
+    assert not (tmp_path / ".patch.search").exists()
+
+
+def test_refuses_to_extend_a_patch(tiny, tmp_path):
+    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    with pytest.raises(FarspanError, match="is a patch; extend its base model"):
+        extend(
+            tmp_path / "patch",
+            256,
+            tmp_path / "again",
+            "uniform",
+            data=tiny / "text.txt",
+            recipe=FEW,
+        )
+
+
+def test_patch_finds_its_base_from_any_folder(tiny, tmp_path, monkeypatch):
+    """The base path looks like a hub id; exports show the relative path."""
+    shutil.copytree(tiny / "none", tmp_path / "runs" / "model")
+    monkeypatch.chdir(tmp_path)
+    extend("runs/model", 128, "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
+    record = json.loads((tmp_path / "patch" / "record.json").read_text())
+    assert record["settings"]["model"] == "runs/model"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert seam.installed(farspan.load("../patch").model)
+    assert Patch.load(tmp_path / "patch").name == str(tmp_path / "runs" / "model")
+    for format in ("stock", "live"):
+        farspan.export("../patch", format, format)
+        written = [
+            path.read_text() for path in Path(format).iterdir() if path.suffix in (".json", ".md")
+        ]
+        assert any("runs/model, extended from 64 to 128" in text for text in written)
+        assert not any(str(tmp_path / "runs") in text for text in written)
+
+
+@pytest.mark.parametrize("name", ["nope-twin", "owner/model"])
+def test_bundled_models_and_hub_ids_keep_their_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    patch = Patch("test", "0" * 64, 128, 64, name=name)
+    assert extend_workflow._with_absolute_base(patch, name) is patch
+
+
+def test_missing_base_is_reported_with_a_way_out(tiny, tmp_path, monkeypatch):
+    def unreachable(*_args, **_options):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    shutil.copytree(tiny / "none", tmp_path / "model")
+    extend(
+        tmp_path / "model", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
+    )
+    patch = Patch.load(tmp_path / "patch")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    for number, name in enumerate((patch.name, "runs/model", "model.gguf")):
+        folder = replace(patch, name=name).save(tmp_path / str(number))
+        with pytest.raises(
+            FarspanError, match="the base model of the patch .* was not found"
+        ) as caught:
+            farspan.load(folder)
+        way_out = f"put it into {folder / 'base'}, or set its path in"
+        for part in (f"the patch in {folder} ", name, way_out):
+            assert part in str(caught.value)
+    shutil.copytree(tmp_path / "moved", tmp_path / "0" / "base")
+    assert seam.installed(farspan.load(tmp_path / "0").model), "the way out works"
+
+
+def test_dynamic_ntk_is_reset_between_measurements(tiny, tmp_path):
+    """Beyond twice the length, the state kept from longer text would change shorter text."""
+    result = extend(
+        tiny / "rope", 192, tmp_path / "patch", "dynamic-ntk", data=tiny / "text.txt", recipe=FEW
+    )
+    assert result.proof == pytest.approx(0, abs=1e-4)
+
+
+def test_bf16_weights_are_tuned_in_float32():
+    """Updates too small for bf16 add up, and the model is restored."""
+    model = BY_NAME["farspan-rope"].build().bfloat16()
+    job = job_for(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    patch = fit_rope(
+        model, job, "pi", TuningConfig(steps=16, batch=2, micro_batch=2, lr=1e-3, warmup=1)
+    )
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert all(weight.dtype == torch.bfloat16 for weight in patch.weights.values())
+    norms = [name for name in before if "norm" in name]
+    changed = [bool((patch.weights[name] != before[name]).any()) for name in norms]
+    assert sum(changed) > len(changed) / 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: SearchConfig(lr=()),
+        lambda: SearchConfig(lr=(-1.0,)),
+        lambda: SearchConfig(batch=0),
+        lambda: SearchConfig(save_every=0),
+        lambda: TuningConfig(steps=-1),
+        lambda: ExtendConfig(passkeys=-1),
+        lambda: ExtendConfig(choose_windows=0),
+        lambda: ExtendConfig(seed=-1),
+    ],
+)
+def test_invalid_settings_are_refused_by_name(wrong):
+    with pytest.raises(
+        FarspanError, match="(lr|batch|save_every|steps|passkeys|choose_windows|seed) is"
+    ):
+        wrong()
+
+
+def test_default_recipe_matches_wang_2024():
+    config = read_extend_config(None, [])
+    assert config == ExtendConfig()
+    search = config.search
+    assert (search.steps, search.batch, search.warmup, search.lr) == (200, 8, 20, (0.1, 0.05))
+    assert read_extend_config(None, ["search.steps=3", "tune=fair"]).search.steps == 3
+    with pytest.raises(FarspanError, match="choose fair"):
+        read_extend_config(None, ["tune=much"])
+
+
+def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
+    """A uniform scale of 1.1 lowers the loss at 1,024 tokens by more than 3 nats."""
+    model, tokenizer = farspan.load("nope-twin")
+    from farspan.data.documents import read_documents
+
+    text = next(iter(read_documents("python-docs/score"))).text
+    ids = torch.tensor(tokenizer(text)["input_ids"])[: 2 * 1024].view(2, 1024)
+    before = loss_by_position(model, ids)
+    seam.install(model, Scales.uniform(1.1, layers=range(6), heads=8))
+    after = loss_by_position(model, ids)
+    assert after[-128:].mean() < before[-128:].mean() - 3
+    assert after[256:511].mean() < before[256:511].mean() + 0.1
+
+
+def test_torchrun_gives_the_scales_of_one_process(tiny, tmp_path):
+    """Two processes, started as a user would, find the scales that one process finds."""
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        "-m",
+        "farspan",
+    ]
+    overrides = [
+        "search.steps=4",
+        "search.batch=2",
+        "search.lr=[0.1]",
+        "search.init=1.2",
+        "search.warmup=1",
+        "passkeys=0",
+    ]
+    overrides += ["choose_windows=2", "report_windows=2"]
+    arguments = [
+        "extend",
+        str(tiny / "none"),
+        "--to",
+        "128",
+        "--method",
+        "headscale",
+        "--data",
+        str(tiny / "text.txt"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, *arguments, "-o", str(tmp_path / "two"), *overrides]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.count("loss after") == 1
+    extend(
+        tiny / "none",
+        128,
+        tmp_path / "one",
+        "headscale",
+        data=tiny / "text.txt",
+        overrides=overrides,
+    )
+    scales = [Patch.load(tmp_path / name).scales.base for name in ("one", "two")]
+    assert torch.allclose(*scales, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
