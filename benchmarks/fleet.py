@@ -1,14 +1,15 @@
-"""The laboratory's fleets: how many tokens a second do many small models learn from, stacked and one by one?
+"""Throughput of fleets: many small models trained together, compared with one after the other.
 
     python benchmarks/fleet.py                     # the table of docs/performance.md
     python benchmarks/fleet.py --positions none,t5,alibi,rope
-    python benchmarks/fleet.py --small             # to try the script without a GPU
+    python benchmarks/fleet.py --small             # tries the script without a GPU
 
-Models of 10M parameters on rows of 64 random tokens, the second half of each asked for. A step is a real one: forward,
-backward, clipping and AdamW, bf16 under autocast. `fleet` is what `farspan lab run` does: one table of weights,
-compiled layers, the step replayed from a CUDA graph. `eager` and `compiled` train the models one after the other with
-torch's fused AdamW, by transformers' own calls on the same network, the second with compiled layers; `recorded` adds
-CUDA graphs to that. All take turns in one process; times are medians between synchronisations of the device.
+Models of 10M parameters train on rows of 64 random tokens; the second half of each row is the
+answer. A step is complete: forward, backward, clipping and AdamW, bf16 under autocast. `fleet` is
+what `farspan lab run` does: one table of weights, compiled layers, a step replayed from a CUDA
+graph. `eager` and `compiled` train the models one after the other with torch's fused AdamW by calls
+of transformers on the same network, the second with compiled layers; `recorded` adds CUDA graphs.
+All take turns in one process; times are medians between synchronizations of the device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SMALL = dict(
 )
 RATE = 1e-3
 
-Step = Callable[[], None]  # every model takes one step
+Step = Callable[[], None]  # one training step of every model
 
 
 def build(shape: dict, position: str, device: str) -> FarspanForCausalLM:
@@ -61,25 +62,24 @@ def rows(shape: dict, count: int, length: int) -> Rows:
 def fleet(shape: dict, position: str, models: int, data: Rows, batch: int, device: str) -> Step:
     stack = Fleet([build(shape, position, "cpu")] * models, device)
     stack.network.train()
-    lesson = FleetTrainer(
-        stack, [data] * models, FleetPlan(steps=1000, batch=batch, buckets=1, optimizer="adamw")
-    )
-    step: Callable[[], Tensor] = lesson
+    plan = FleetPlan(steps=1000, batch=batch, buckets=1, optimizer="adamw")
+    trainer = FleetTrainer(stack, [data] * models, plan)
+    step: Callable[[], Tensor] = trainer
     if device == "cuda":
-        step = recorded = GraphedFleetTrainer(lesson)
-        with on_stream(recorded.aside):
-            lesson.compile()
-    lesson.state.rates.fill_(RATE)
+        step = graphed = GraphedFleetTrainer(trainer)
+        with on_stream(graphed.stream):
+            trainer.compile()
+    trainer.state.rates.fill_(RATE)
 
     def run() -> None:
-        lesson.chance.uniform_()
+        trainer.draws.uniform_()
         step()
 
     return run
 
 
-class Asked(nn.Module):
-    """A model that is called with rows and gives the mean loss of their second halves."""
+class AnswerLoss(nn.Module):
+    """The mean loss of a model on the second halves of rows."""
 
     def __init__(self, model: FarspanForCausalLM, device: str):
         super().__init__()
@@ -88,29 +88,27 @@ class Asked(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
-        asked = slice(ids.shape[1] // 2 - 1, None)
+        answer = slice(ids.shape[1] // 2 - 1, None)
         return F.cross_entropy(
-            logits[:, asked].float().flatten(0, 1), ids[:, 1:][:, asked].flatten()
+            logits[:, answer].float().flatten(0, 1), ids[:, 1:][:, answer].flatten()
         )
 
 
 def one_by_one(
-    way: str, shape: dict, position: str, models: int, data: Rows, batch: int, device: str
+    mode: str, shape: dict, position: str, models: int, data: Rows, batch: int, device: str
 ) -> Step:
-    """`models` of them in turn; their number does not change what each one takes."""
+    """`models` models, one after the other; the time per model does not depend on their number."""
     steps, ids = [], data.ids.long().to(device)
+    steps_class = GraphedSteps if mode == "recorded" and device == "cuda" else EagerSteps
     for _ in range(models):
         model = build(shape, position, device).train()
-        if way != "eager" and device == "cuda":
+        if mode != "eager" and device == "cuda":
             compile_layers(model)
-        how = OptimizerConfig(optimizer="adamw", lr=RATE)
-        trained = dict(model.named_parameters())
-        work = TrainingTask(
-            Asked(model, device), trained, make_optimizers(model, how), batches=lambda step: []
-        )
-        steps.append(
-            (GraphedSteps if way == "recorded" and device == "cuda" else EagerSteps)(work, 1.0)
-        )
+        optimizers = make_optimizers(model, OptimizerConfig(optimizer="adamw", lr=RATE))
+        parameters = dict(model.named_parameters())
+        loss = AnswerLoss(model, device)
+        task = TrainingTask(loss, parameters, optimizers, batches=lambda step: [])
+        steps.append(steps_class(task, 1.0))
 
     def run() -> None:
         for step in steps:
@@ -134,27 +132,27 @@ def timed(step: Step, count: int, device: str) -> float:
 
 def measure(options: argparse.Namespace, shape: dict, position: str, device: str) -> list[dict]:
     data = rows(shape, 4096, options.length)
-    alone = min(options.alone, options.models)
+    single = min(options.single, options.models)
     steps: dict[str, Step] = {
         "fleet": fleet(shape, position, options.models, data, options.batch, device)
     }
-    for way in options.ways.split(","):
-        steps[way] = one_by_one(way, shape, position, alone, data, options.batch, device)
-    counts, started = {}, {}
+    for mode in options.ways.split(","):
+        steps[mode] = one_by_one(mode, shape, position, single, data, options.batch, device)
+    counts, start_times = {}, {}
     for name, step in steps.items():
-        begin = time.perf_counter()
+        start = time.perf_counter()
         timed(step, 6, device)
         counts[name] = max(2, round(options.seconds / timed(step, 2, device)))
-        started[name] = time.perf_counter() - begin
+        start_times[name] = time.perf_counter() - start
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds):
         for name in list(steps) if number % 2 == 0 else list(steps)[::-1]:
             times[name].append(timed(steps[name], counts[name], device))
-    found = []
+    results = []
     for name in steps:
         median = statistics.median(times[name])
-        models = options.models if name == "fleet" else alone
-        found.append(
+        models = options.models if name == "fleet" else single
+        results.append(
             {
                 "position": position,
                 "way": name,
@@ -162,18 +160,18 @@ def measure(options: argparse.Namespace, shape: dict, position: str, device: str
                 "milliseconds_a_model": 1e3 * median / models,
                 "tokens_per_second": models * options.batch * options.length / median,
                 "spread": (max(times[name]) - min(times[name])) / median,
-                "seconds_to_start": started[name],
+                "seconds_to_start": start_times[name],
             }
         )
-    for row in found:
-        row["fleet_is_faster"] = found[0]["tokens_per_second"] / row["tokens_per_second"]
-    return found
+    for row in results:
+        row["fleet_is_faster"] = results[0]["tokens_per_second"] / row["tokens_per_second"]
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=int, default=32, help="of the fleet")
-    parser.add_argument("--alone", type=int, default=4, help="models that take turns one by one")
+    parser.add_argument("--models", type=int, default=32, help="in the fleet")
+    parser.add_argument("--single", type=int, default=4, help="models trained one after the other")
     parser.add_argument("--positions", default="none")
     parser.add_argument(
         "--ways", default="eager,compiled,recorded", help="what the fleet is compared with"
@@ -189,23 +187,23 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if options.small else LARGE
-    print(
-        f"{build(shape, 'none', 'cpu').num_parameters():,} parameters, {options.batch} × {options.length} tokens"
-    )
-    print("  position       way  models  ms a model    tokens/s  fleet is faster  spread   start")
+    parameters = build(shape, "none", "cpu").num_parameters()
+    print(f"{parameters:,} parameters, {options.batch} × {options.length} tokens")
+    print("  position       way  models    ms/model    tokens/s  fleet is faster  spread   start")
     table = []
     for position in options.positions.split(","):
         gc.collect()
         torch._dynamo.reset()
-        found = measure(options, shape, position, device)
-        for row in found:
+        results = measure(options, shape, position, device)
+        for row in results:
             print(
-                f"{row['position']:>10} {row['way']:>9} {row['models']:>7} {row['milliseconds_a_model']:>11.2f} "
-                f"{row['tokens_per_second']:>11,.0f} {row['fleet_is_faster']:>14.2f} × {row['spread']:>7.1%} "
+                f"{row['position']:>10} {row['way']:>9} {row['models']:>7} "
+                f"{row['milliseconds_a_model']:>11.2f} {row['tokens_per_second']:>11,.0f} "
+                f"{row['fleet_is_faster']:>14.2f} × {row['spread']:>7.1%} "
                 f"{row['seconds_to_start']:>6.1f}s",
                 flush=True,
             )
-        table += found
+        table += results
         if options.json:
             name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
             options.json.write_text(

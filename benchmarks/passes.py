@@ -1,12 +1,13 @@
-"""Do the quarters of a fleet's step go through the network apart, or some of them together?
+"""Whether the buckets of a fleet's step go through the network separately or merged.
 
-    python benchmarks/passes.py            # every fleet of lab-grid without encoding
-    python benchmarks/passes.py --tasks pcfg,polynomial,copy        # the fleets that have these
-    python benchmarks/passes.py --small    # to try the script without a GPU
+    python benchmarks/passes.py            # every fleet of lab-grid without position encoding
+    python benchmarks/passes.py --tasks pcfg,polynomial,copy        # the fleets with these tasks
+    python benchmarks/passes.py --small    # tries the script without a GPU
 
-A pass costs a GPU some time however small it is, and padding costs time too. `apart` is one pass for each quarter of
-the lengths, `whole` a single one as wide as the longest rows, `chosen` what `farspan.lab.fleet_training.shared_widths` makes of it.
-All three take turns in one process, with the examples, networks and optimizer of `farspan lab run lab-grid`.
+A pass has a fixed cost on a GPU, and padding costs time too. `apart` is one pass per bucket,
+`whole` a single pass as wide as the longest rows, `chosen` the widths of
+`farspan.lab.fleet_training.shared_widths`. All three take turns in one process, with the examples,
+networks and optimizer of `farspan lab run lab-grid`.
 """
 
 from __future__ import annotations
@@ -38,97 +39,92 @@ TINY = [
     "train_examples=200",
     "test_examples=20",
 ]
-WAYS = {"apart": 0.0, "whole": 1e18, "chosen": fleet_training.PASS}
+MODES = {"apart": 0.0, "whole": 1e18, "chosen": fleet_training.PASS_COST}
 
 Step = Callable[[], Tensor]
 
 
-def prepared(
-    fleet: Fleet, data: list[Rows], plan: FleetPlan, cost: float
+def make_step(
+    fleet: Fleet, data: list[Rows], plan: FleetPlan, pass_cost: float
 ) -> tuple[Step, list[int]]:
-    """A step of the fleet that is replayed on a GPU, and the widths of its passes."""
-    fleet_training.PASS, parts = cost, plan.batch // plan.buckets
-    own = FleetTrainer(fleet, data, plan)
-    if fleet.device.type != "cuda":  # which has no use for padding; here it is tried all the same
-        own.buckets = fleet_training._buckets(
-            data, plan.buckets, fleet.device, cost / fleet.weights.numel() / parts
-        )
-    step: Step = own
+    """A training step of the fleet, replayed on a GPU, and the widths of its passes."""
+    trainer = FleetTrainer(fleet, data, plan)
+    tokens = pass_cost / fleet.weights.numel() / (plan.batch // plan.buckets)
+    trainer.buckets = fleet_training._make_buckets(data, plan.buckets, fleet.device, tokens)
+    step: Step = trainer
     if fleet.device.type == "cuda":
-        step = recorded = GraphedFleetTrainer(own)
-        with on_stream(recorded.aside):
-            own.compile()
-    own.state.rates.fill_(1e-4)
-    own.chance.uniform_()
-    return step, sorted({bucket.rows.ids.shape[1] for bucket in own.buckets})
+        step = graphed = GraphedFleetTrainer(trainer)
+        with on_stream(graphed.stream):
+            trainer.compile()
+    trainer.state.rates.fill_(1e-4)
+    trainer.draws.uniform_()
+    return step, sorted({bucket.rows.ids.shape[1] for bucket in trainer.buckets})
 
 
 def timed(step: Step, count: int, device: str) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(count):
         step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / count
+    return (time.perf_counter() - start) / count
 
 
 def measure(
     fleet: Fleet, data: list[Rows], plan: FleetPlan, options: argparse.Namespace
 ) -> dict[str, dict]:
     device = fleet.device.type
-    steps = {way: prepared(fleet, data, plan, cost) for way, cost in WAYS.items()}
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    steps = {mode: make_step(fleet, data, plan, cost) for mode, cost in MODES.items()}
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for step, _ in steps.values():
         timed(step, 5, device)
     for number in range(options.rounds):
-        for way in list(WAYS) if number % 2 == 0 else list(WAYS)[::-1]:
-            times[way].append(timed(steps[way][0], options.steps, device))
+        for mode in list(MODES) if number % 2 == 0 else list(MODES)[::-1]:
+            times[mode].append(timed(steps[mode][0], options.steps, device))
     return {
-        way: {"widths": steps[way][1], "milliseconds": 1e3 * statistics.median(times[way])}
-        for way in WAYS
+        mode: {"widths": steps[mode][1], "milliseconds": 1e3 * statistics.median(times[mode])}
+        for mode in MODES
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--encoding", default="none")
-    parser.add_argument("--tasks", default="", help="only fleets that have one of them")
+    parser.add_argument("--tasks", default="", help="only fleets with one of these")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100, help="of one way in one round")
+    parser.add_argument("--steps", type=int, default=100, help="of one mode in one round")
     parser.add_argument(
         "--small", action="store_true", help="tiny models, to try the script without a GPU"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    logging.disable(logging.WARNING)  # of tasks that have few examples
-    study, words = (
-        read_study("lab-grid", ["train_examples=4000", *(TINY if options.small else ())]),
-        WordTokenizer(),
-    )
+    logging.disable(logging.WARNING)  # tasks with few examples warn
+    overrides = ["train_examples=4000", *(TINY if options.small else ())]
+    study, tokenizer = read_study("lab-grid", overrides), WordTokenizer()
     cells = [cell for cell in list_cells(study) if cell.encoding == options.encoding]
-    print("models  ms a step apart   whole  chosen  apart ÷ chosen  widths of its passes, tasks")
+    print("models    ms/step apart   whole  chosen  apart ÷ chosen  widths of its passes, tasks")
     table = []
-    wanted = set(filter(None, options.tasks.split(","))) or set(study.tasks)
-    for group in group_fleets(study, cells, words, study.fleet):
-        if not wanted & {cell.task for cell in group}:
+    tasks = set(filter(None, options.tasks.split(","))) or set(study.tasks)
+    for group in group_fleets(study, cells, tokenizer, study.fleet):
+        names = sorted({cell.task for cell in group})
+        if not tasks & set(names):
             continue
-        found = {
-            task: make_task_data(study, task, "none", words)
-            for task in {cell.task for cell in group}
-        }
-        own = [found[cell.task] for cell in group]
-        fleet = make_fleet(study, group, own, words, device)
+        by_task = {name: make_task_data(study, name, "none", tokenizer) for name in names}
+        data = [by_task[cell.task] for cell in group]
+        fleet = make_fleet(study, group, data, tokenizer, device)
         fleet.network.train()
-        told = measure(fleet, [each.train for each in own], fleet_plan(study, group[0]), options)
-        apart, whole, chosen = (told[way]["milliseconds"] for way in WAYS)
-        widths = ", ".join(map(str, told["chosen"]["widths"]))
+        results = measure(
+            fleet, [task.train for task in data], fleet_plan(study, group[0]), options
+        )
+        apart, whole, chosen = (results[mode]["milliseconds"] for mode in MODES)
+        widths = ", ".join(map(str, results["chosen"]["widths"]))
         print(
-            f"{len(group):>6}  {apart:>15.2f}  {whole:>6.2f}  {chosen:>6.2f}  {apart / chosen:>14.2f}  {widths}: "
-            f"{', '.join(sorted(found))}",
+            f"{len(group):>6}  {apart:>15.2f}  {whole:>6.2f}  {chosen:>6.2f}  "
+            f"{apart / chosen:>14.2f}  {widths}: {', '.join(names)}",
             flush=True,
         )
-        table.append({"models": len(group), "tasks": sorted(found), **told})
+        table.append({"models": len(group), "tasks": names, **results})
         del fleet
         gc.collect()
     if options.json:

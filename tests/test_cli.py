@@ -251,7 +251,7 @@ def make_diagnosis(label: str, **fields) -> SimpleNamespace:
     values = dict(
         label=label,
         train_length=512,
-        curves=SimpleNamespace(loss_at=lambda length, span: 9.771),
+        curves=SimpleNamespace(loss_at=lambda length, train_length: 9.771),
         loss_knee=742,
         entropy_knee=10976,
         distracted_heads=[(0, 1)],

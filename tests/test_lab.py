@@ -169,7 +169,7 @@ def test_run_writes_record_tables_figure_and_recipe(finished):
 
 def test_summarize_reports_finished_cells_only(finished, tmp_path, no_figures):
     recipe, out = str(finished / "small.toml"), tmp_path / "out"
-    with pytest.raises(FarspanError, match="out has no results of this study; run the study first"):
+    with pytest.raises(FarspanError, match="out holds no results of this study; run it first"):
         summarize(recipe, [], out)
     assert not out.exists()
     (out / "cells").mkdir(parents=True)

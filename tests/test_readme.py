@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import farspan
 from farspan.cli import app
 from farspan.diagnosis.knees import KneeRule
+from farspan.methods import uniform
 from farspan.methods.registry import ExtendConfig
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,13 @@ LESS = {
     "extend": ["search_windows=1", "choose_windows=1", "report_windows=1", "passkeys=0"],
     "eval": ["--windows", "2"],
 }
+
+
+@pytest.fixture
+def coarse_grid(monkeypatch):
+    """Two scales to choose from, where a search tries some thirty."""
+    monkeypatch.setattr(uniform, "COARSE", (1.0, 1.2))
+    monkeypatch.setattr(uniform, "STEP", 0.2)
 
 
 def shell_lines() -> list[tuple[str, bool]]:
@@ -36,7 +44,7 @@ def shell_lines() -> list[tuple[str, bool]]:
     ]
 
 
-def test_every_command_of_the_readme_runs(tmp_path, monkeypatch):
+def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
     monkeypatch.chdir(tmp_path)
     ran = []
     for line, untested in shell_lines():
@@ -61,7 +69,7 @@ def test_untested_commands_of_the_readme_are_valid():
                 assert option in result.output
 
 
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
     small = ExtendConfig(search_windows=1, choose_windows=1, report_windows=1, passkeys=0)
     quick_diagnose = partial(farspan.diagnose, windows=1, rule=KneeRule(noise=0))
     monkeypatch.setattr(farspan, "diagnose", quick_diagnose, raising=False)

@@ -432,10 +432,10 @@ def test_loss_at_a_position_is_the_same_everywhere(capsys):
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("text"))
     curves = Curves(positions, curve, {}, windows=1, length=512, every=1)
     marks = [round(64 * mark) for mark in heldout.MARKS]
-    assert printed.split()[1:] == [f"{curves.loss_at(mark, 64):.3f}" for mark in marks]
+    assert printed.split()[1:] == [f"{curves.loss_at(mark, train_length=64):.3f}" for mark in marks]
     cell = {"train_length": 64, "positions": positions}
     assert [mean_at(cell, curve, mark) for mark in marks] == [
-        curves.loss_at(mark, 64) for mark in marks
+        curves.loss_at(mark, train_length=64) for mark in marks
     ]
     assert mean_at(cell, curve, 32) == np.mean(range(17, 33))
 

@@ -1,4 +1,4 @@
-"""Scratchpads: every setting can be read back and executed, and what they say leads to the answer."""
+"""Scratchpads: with every choice of parts they can be executed, and lead to the answer."""
 
 from __future__ import annotations
 
@@ -12,63 +12,126 @@ from farspan.errors import FarspanError
 from farspan.lab.scratchpad import (
     MACHINES,
     PARTS,
-    parse,
+    STEP,
+    TAGS,
+    Machine,
+    Step,
+    Tokens,
     parse_parts,
-    run,
-    settings,
     steps,
     write_scratchpad,
 )
 from farspan.lab.tasks import TASKS, draw_examples
 from farspan.lab.tokenizer import WordTokenizer
 
-WORDS = WordTokenizer()
+TOKENIZER = WordTokenizer()
 WITHOUT_VARIABLES = {"sorting", "sorting-numbers", "lego", "lego-ordered"}
 
 
+# A reader of scratchpads: it takes from the text what the text shows, and computes the rest.
+
+ANSWERS = {  # outputs and variables after the last step -> words of the answer
+    "addition": lambda outputs, variables: (
+        *(variables[2:] if variables[2:] != ("0",) else ()),
+        *(word for output in reversed(outputs) for word in output),
+    ),
+    "summation": lambda outputs, variables: outputs[-1],
+    "parity": lambda outputs, variables: ("yes" if outputs[-1] == ("even",) else "no",),
+    "polynomial": lambda outputs, variables: variables[-1:],
+    "sorting": lambda outputs, variables: [word for output in outputs for word in output],
+    "sorting-numbers": lambda outputs, variables: " , ".join(map(" ".join, outputs)).split(),
+    "lego": lambda outputs, variables: outputs[-1][-2:],
+    "lego-ordered": lambda outputs, variables: outputs[-1][-2:],
+}
+
+
+def parse(text: str) -> tuple[list[Step], str]:
+    """The parts that each step of a text shows, and the sentence after the steps."""
+    words = text.split()
+    end = words.index("The")
+    letters = {tag: letter for letter, tag in TAGS.items()}
+    shown: list[dict[str, list[str]]] = []
+    for word in words[:end]:
+        if word == STEP:
+            shown.append({})
+        elif word in letters:
+            part = shown[-1].setdefault(letters[word], [])
+        else:
+            part.append(word)
+    parsed = [{letter: tuple(part) for letter, part in step.items()} for step in shown]
+    return parsed, " ".join(words[end:])
+
+
+def execute_step(
+    machine: Machine, shown: Step, remaining: Tokens, variables: Tokens
+) -> tuple[Tokens, Tokens, Tokens]:
+    """The output of a step, and what remains and the variables after it."""
+    taken = shown["i"] if "i" in shown else machine.take(remaining, variables)
+    computation = shown["c"] if "c" in shown else machine.compute(taken, variables)
+    output = shown["o"] if "o" in shown else machine.conclude(computation)
+    after = shown["v"] if "v" in shown else machine.update(variables, computation, output)
+    rest = shown["r"] if "r" in shown else machine.rest(remaining, taken, output)
+    return output, rest, after
+
+
+def execute(task: str, question: str, text: str) -> str:
+    """The answer that the steps of a text lead to, whatever answer the text itself states."""
+    machine, outputs = MACHINES[task], []
+    remaining, variables = machine.begin(tuple(question.split()))
+    for shown in parse(text)[0]:
+        output, remaining, variables = execute_step(machine, shown, remaining, variables)
+        outputs.append(output)
+    return " ".join(("The answer is", *ANSWERS[task](outputs, variables), "."))
+
+
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_setting_is_read_back_and_executed_to_the_answer(name):
+def test_executing_a_scratchpad_gives_the_answer(name):
     task = TASKS[name]
-    every = ["".join(some) for size in range(6) for some in combinations(PARTS, size)]
-    possible = [each for each in every if not ("v" in each and name in WITHOUT_VARIABLES)]
-    assert sorted(settings(name)) == sorted(possible)
-    assert len(possible) == (16 if name in WITHOUT_VARIABLES else 32)
-    for number, parts in enumerate(possible):
-        plain = draw_examples(task, (task.train[0], task.test[1]), 40, seed=number)
-        padded = draw_examples(
-            task, (task.train[0], task.test[1]), 40, seed=number, scratchpad=parts or "none"
-        )
+    settings = ["".join(parts) for size in range(1, 6) for parts in combinations(PARTS, size)]
+    possible = [parts for parts in settings if not ("v" in parts and name in WITHOUT_VARIABLES)]
+    assert len(possible) == (15 if name in WITHOUT_VARIABLES else 31)
+    for parts in set(settings) - set(possible):
+        with pytest.raises(FarspanError, match="has no variables part"):
+            parse_parts(parts, name)
+    lengths = task.train[0], task.test[1]
+    for number, parts in enumerate(["none", *possible]):
+        plain = draw_examples(task, lengths, 16, seed=number)
+        padded = draw_examples(task, lengths, 16, seed=number, scratchpad=parts)
         for before, example in zip(plain, padded, strict=True):
             assert before.input == example.input
+            if parts == "none":
+                assert before == example
+                continue
             shown, answer = parse(example.target)
             assert answer == before.target
             assert all("".join(step) == parts for step in shown)
-            assert WORDS.decode(WORDS.encode(example.target)) == example.target
-            if parts:
-                assert run(name, example.input, example.target) == before.target
+            assert TOKENIZER.decode(TOKENIZER.encode(example.target)) == example.target
+            assert execute(name, example.input, example.target) == before.target
 
 
-def test_what_is_shown_is_believed_even_if_it_is_nothing():
-    """Where the output of a step is blank it is not worked out: a sum has no digits then, a list no next word."""
+def test_execution_uses_the_text_even_if_it_is_empty():
+    """A blank output is not computed: a sum then has no digits, and a list no next word."""
     blank = " ".join(4 * ["<step> <output>"]) + " The answer is 1 ."
     (example,) = draw_examples(TASKS["addition"], (4, 4), 1, seed=0)
-    assert run("addition", example.input, blank) == "The answer is ."
+    assert execute("addition", example.input, blank) == "The answer is ."
     (example,) = draw_examples(TASKS["sorting"], (4, 4), 1, seed=0)
-    with pytest.raises(FarspanError, match="step 1 of this sorting scratchpad cannot be executed"):
-        run("sorting", example.input, blank)
+    with pytest.raises(ValueError, match="not in list"):
+        execute("sorting", example.input, blank)
 
 
-def test_the_steps_of_an_addition():
+def test_steps_of_an_addition():
     text = write_scratchpad("addition", "Compute 5 3 + 7 ?", "The answer is 6 0 .", "icovr")
     assert text == (
-        "<step> <input> 3 + 7 <computation> 3 + 7 + 0 = 1 0 <output> 0 <variables> carry = 1 <remaining> 5 + "
-        "<step> <input> 5 + 0 <computation> 5 + 0 + 1 = 6 <output> 6 <variables> carry = 0 <remaining> + "
+        "<step> <input> 3 + 7 <computation> 3 + 7 + 0 = 1 0 <output> 0 <variables> carry = 1 "
+        "<remaining> 5 + "
+        "<step> <input> 5 + 0 <computation> 5 + 0 + 1 = 6 <output> 6 <variables> carry = 0 "
+        "<remaining> + "
         "The answer is 6 0 ."
     )
 
 
 @pytest.mark.parametrize("name", ["addition", "summation", "polynomial"])
-def test_computations_hold_in_python(name):
+def test_computations_are_correct_python(name):
     task = TASKS[name]
     for example in draw_examples(task, (1, 16), 300, seed=2):
         for step in steps(name, example.input):
@@ -76,7 +139,7 @@ def test_computations_hold_in_python(name):
             assert eval(left) == eval(right)
 
 
-def test_sorting_takes_the_least_of_what_remains():
+def test_sorting_outputs_the_minimum_of_what_remains():
     for example in draw_examples(TASKS["sorting"], (1, 16), 200, seed=2):
         remaining = tuple(example.input.split()[1:-1])
         for step in steps("sorting", example.input):
@@ -87,22 +150,22 @@ def test_sorting_takes_the_least_of_what_remains():
         assert not remaining
 
 
-def test_lego_goes_along_the_chain_to_what_is_asked_for():
+def test_lego_follows_the_chain_to_the_target():
     for example in draw_examples(TASKS["lego"], (1, 16), 200, seed=2):
-        told = example.input.removeprefix("If ").partition(" . ")[0].split(" , ")
+        clauses = example.input.removeprefix("If ").partition(" . ")[0].split(" , ")
         base, value = "1", 1
         for step in steps("lego", example.input):
             clause = " ".join(step["i"])
             name, sign = step["i"][0], int(step["i"][2] + "1")
-            told.remove(clause)
+            clauses.remove(clause)
             assert step["i"][3] == base
-            assert " , ".join(told) == " ".join(step["r"])
+            assert " , ".join(clauses) == " ".join(step["r"])
             base, value = name, value * sign
             assert " ".join(step["o"]) == f"{name} = {value:+d}".replace("1", " 1")
         assert base == example.input.split()[-2]
 
 
-READ = {  # where the next word depends on a digit that is shown
+DIGITS = {  # digits shown in a part that later words depend on
     ("addition", "i"): r"<input> (\d)",
     ("addition", "c"): r"(\d)(?= <step>| The)",
     ("addition", "o"): r"<output> (\d)",
@@ -116,17 +179,17 @@ READ = {  # where the next word depends on a digit that is shown
 }
 
 
-@pytest.mark.parametrize(("name", "part"), READ)
-def test_a_wrong_digit_in_a_scratchpad_leads_to_a_wrong_answer(name, part):
-    """What is executed is the text, whichever part it shows."""
+@pytest.mark.parametrize(("name", "part"), DIGITS)
+def test_wrong_digits_lead_to_wrong_answers(name, part):
     rng = np.random.default_rng(0)
     for example in draw_examples(TASKS[name], (2, 8), 100, seed=4, scratchpad=part):
         text = example.target
-        place = int(rng.choice([found.start(1) for found in re.finditer(READ[name, part], text)]))
-        wrong = f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}"
+        matches = [match.start(1) for match in re.finditer(DIGITS[name, part], text)]
+        index = int(rng.choice(matches))
+        wrong = f"{text[:index]}{(int(text[index]) + 1) % 10}{text[index + 1 :]}"
         answer = parse(text)[1]
-        assert run(name, example.input, text) == answer
-        assert run(name, example.input, wrong) != answer
+        assert execute(name, example.input, text) == answer
+        assert execute(name, example.input, wrong) != answer
 
 
 @pytest.mark.parametrize(
@@ -141,7 +204,7 @@ def test_a_wrong_digit_in_a_scratchpad_leads_to_a_wrong_answer(name, part):
         ("remaining", "parity", "r"),
     ],
 )
-def test_settings_are_spelled_in_letters_or_names(text, task, parts):
+def test_settings_are_letters_or_names(text, task, parts):
     assert parse_parts(text, task) == parts
 
 
@@ -150,35 +213,18 @@ def test_settings_are_spelled_in_letters_or_names(text, task, parts):
     [
         (
             lambda: parse_parts("full", "copy"),
-            "copy has no scratchpad; those that have one are addition",
+            "copy has no scratchpad; choose one of addition",
         ),
         (lambda: parse_parts("iv", "sorting"), "the scratchpad of sorting has no variables part"),
         (lambda: parse_parts("input+outptu", "addition"), "did you mean output"),
-        (lambda: parse_parts("", "addition"), "names the part ''"),
+        (lambda: parse_parts("", "addition"), "has an unknown part ''"),
         (lambda: parse_parts("ii", "addition"), "names a part twice"),
         (
             lambda: draw_examples(TASKS["scan"], (1, 5), 1, 0, scratchpad="i"),
             "scan has no scratchpad",
         ),
-        (lambda: parse("3 + 7 <step> The answer is 1 0 ."), "'3' stands outside every part"),
-        (
-            lambda: run("addition", "Compute 1 + 1 ?", "The answer is 2 ."),
-            "without steps cannot be executed",
-        ),
-        (
-            lambda: run(
-                "addition", "Compute 1 + 1 ?", "<step> <input> 1 <output> 2 The answer is 2 ."
-            ),
-            "step 1 of this addition scratchpad cannot be executed",
-        ),
-        (
-            lambda: run(
-                "addition", "Compute 1 + 1 ?", "<step> <variables> carry The answer is 2 ."
-            ),
-            "step 1 of this addition scratchpad cannot be executed",
-        ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(call, message):
+def test_invalid_settings_are_refused(call, message):
     with pytest.raises(FarspanError, match=re.escape(message)):
         call()

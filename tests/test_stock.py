@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, SmolLM3ForCausalLM
 
+import farspan
 from families import SHAPE, tokens
 from farspan.attention import seam
 from farspan.errors import FarspanError, ProofError
 from farspan.formats import stock as stock_module
-from farspan.formats.stock import save_stock, to_stock
+from farspan.formats.stock import to_stock
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 MIXTURES = [
@@ -55,8 +56,8 @@ def test_base_scale_is_folded_into_the_queries():
 def test_saved_checkpoint_is_read_by_transformers_alone(tmp_path):
     """tests/test_export.py reads one in a process that cannot import farspan."""
     model = build(["rope/8", "rope/8", "rope/8", "none"])
-    assert save_stock(model, tmp_path / "stock").holds
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    to_stock(model)[0].save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(stock) is SmolLM3ForCausalLM
     assert (stock(tokens()).logits - model(tokens()).logits).abs().max() < 1e-5
 
@@ -72,20 +73,22 @@ def test_saved_checkpoint_is_read_by_transformers_alone(tmp_path):
     ],
 )
 def test_refuses_models_that_stock_cannot_express(message: str, position, extra, tmp_path):
+    build(position, **extra).save_pretrained(tmp_path / "model")
     with pytest.raises(FarspanError, match=message):
-        save_stock(build(position, **extra), tmp_path / "stock")
-    assert list(tmp_path.iterdir()) == []
+        farspan.export(tmp_path / "model", tmp_path / "stock", "stock")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_refuses_models_on_the_seam_and_failed_proofs(tmp_path, monkeypatch):
-    model = build("none")
-    seam.install(model)
+def test_refuses_models_on_the_seam():
     with pytest.raises(FarspanError, match="on the seam"):
-        save_stock(model, tmp_path / "stock")
-    seam.uninstall(model)
+        to_stock(seam.install(build("none")))
+
+
+def test_failed_stock_proof_writes_nothing(tmp_path, monkeypatch):
+    build("none").save_pretrained(tmp_path / "model")
     # The config of an exporter that forgot `no_rope_layers`.
     wrong = stock_module.stock_config(build("rope").config)
     monkeypatch.setattr(stock_module, "stock_config", lambda config: wrong)
     with pytest.raises(ProofError, match="differs from the farspan model"):
-        save_stock(model, tmp_path / "stock")
-    assert list(tmp_path.iterdir()) == []
+        farspan.export(tmp_path / "model", tmp_path / "stock", "stock")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

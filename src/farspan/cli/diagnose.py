@@ -126,10 +126,8 @@ def _table(diagnoses: Sequence[Diagnosis], lengths: Sequence[int]) -> Table:
     for column in ("loss\nknee", "entropy\nknee", "distracted\nheads", "scale\nto try"):
         table.add_column(column, justify="right", no_wrap=True)
     for diagnosis in diagnoses:
-        span = max(1, diagnosis.train_length // 4)
-        losses = [
-            f"{diagnosis.curves.loss_at(length, min(span, length)):.3f}" for length in lengths
-        ]
+        curves, train_length = diagnosis.curves, diagnosis.train_length
+        losses = [f"{curves.loss_at(n, train_length=train_length):.3f}" for n in lengths]
         knees = [
             f"{knee:,}" if knee else "none"
             for knee in (diagnosis.loss_knee, diagnosis.entropy_knee)

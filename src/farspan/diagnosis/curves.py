@@ -35,7 +35,7 @@ class Curves:
         """Mean over all heads of all layers, [bins]."""
         return np.concatenate(list(self.heads.values())).mean(0)
 
-    def loss_at(self, mark: int, train_length: int) -> float:
+    def loss_at(self, mark: int, *, train_length: int) -> float:
         """Mean loss over the quarter of the training length that ends at `mark`."""
         return mean_before(mark, train_length, self.positions, self.loss)
 

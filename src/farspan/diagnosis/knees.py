@@ -155,7 +155,7 @@ def suggest_scale(train_length: int, length: int) -> float:
     """A uniform λ̂ to start a search from, for `length` tokens and layers without positions.
 
     In Wang 2024 the best λ̂ of such models grows as 1 + a·ln(length/train_length). a is 0.397 for
-    their 1.1B model and 0.317 for the bundled 29M one; 0.36 lies between. The curves are not used
+    their 1.1B model and 0.317 for `small-nope` (29M); 0.36 lies between. The curves are not used
     on purpose: the first-order step in ln λ̂ that would bring entropy back to its trend,
     excess/variance, is far too large because entropy is not linear over such a distance.
 

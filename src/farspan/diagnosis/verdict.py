@@ -74,7 +74,7 @@ def assess(
 def _failure_inside(diagnosis: Diagnosis, rule: KneeRule, unscaled_loss: float | None) -> str:
     """The verdict on a scale that fails inside the training length; empty for any other."""
     length = diagnosis.train_length
-    loss = diagnosis.curves.loss_at(length, length)
+    loss = diagnosis.curves.loss_at(length, train_length=length)
     if unscaled_loss is None or loss <= unscaled_loss + rule.inside_margin:
         return ""
     return (

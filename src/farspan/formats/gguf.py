@@ -30,7 +30,7 @@ from farspan.model.config import SLIDING
 
 FILE = "model.gguf"
 WAY_OUT = "use --format stock, or keep the patch live (--format live)"
-# Our names -> llama.cpp's, without ".weight"; {} is the layer.
+# transformers' names -> llama.cpp's, without ".weight"; {} is the layer.
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -324,7 +324,7 @@ def _add_tensor(writer: Any, name: str, weight: Tensor) -> None:
 
 
 def read_gguf(file: Path, tokenizer: Any) -> PreTrainedModel:
-    """The stock model that a gguf file of ours describes, in float32, built from the file alone.
+    """The stock model that a file of `write_gguf` describes, in float32, from the file alone.
 
     The file must contain this tokenizer.
     """

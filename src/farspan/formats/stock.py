@@ -7,8 +7,6 @@ the pattern elsewhere.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import (
     LlamaConfig,
@@ -20,9 +18,7 @@ from transformers import (
 
 from farspan.attention import seam
 from farspan.errors import FarspanError, ProofError
-from farspan.files import new_folder
 from farspan.formats.fold import LogitProof, compare_logits, logits, random_tokens
-from farspan.loading import quiet
 from farspan.model.config import SLIDING, FarspanConfig
 from farspan.model.transformer import FarspanForCausalLM
 
@@ -71,14 +67,6 @@ def to_stock(model: FarspanForCausalLM) -> tuple[PreTrainedModel, LogitProof]:
             f"logit (allowed {proof.tolerance:.2g}), so nothing was written; use --format live"
         )
     return stock, proof
-
-
-def save_stock(model: FarspanForCausalLM, folder: Path) -> LogitProof:
-    """Prove the stock model, then write its checkpoint to a new folder."""
-    stock, proof = to_stock(model)
-    with new_folder(Path(folder)) as new, quiet():
-        stock.save_pretrained(new)
-    return proof
 
 
 def stock_config(config: FarspanConfig) -> LlamaConfig | SmolLM3Config:

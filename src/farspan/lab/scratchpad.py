@@ -67,7 +67,7 @@ def _letters(text: str) -> str:
         if letter not in PARTS:
             near = difflib.get_close_matches(letter, by_name, 1)
             usage = "write it as icovr or input+output, as full or as none"
-            hint = f"the nearest is {near[0]}" if near else usage
+            hint = f"did you mean {near[0]}?" if near else usage
             raise FarspanError(f"scratchpad {text!r} has an unknown part {letter!r}; {hint}")
     if len(set(letters)) < len(letters):
         raise FarspanError(f"scratchpad {text!r} names a part twice; name it once")

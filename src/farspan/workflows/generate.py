@@ -29,7 +29,7 @@ MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow
 def read_prompt(file: Path) -> str:
     """The text of a prompt file."""
     if not file.is_file():
-        raise FarspanError(f"{file} is no file; give a text file, or --prompt TEXT")
+        raise FarspanError(f"{file} is not a file; give a text file, or --prompt TEXT")
     try:
         return file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
