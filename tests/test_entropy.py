@@ -191,7 +191,7 @@ def test_additive_and_boolean_masks_are_equivalent(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(call=calls())
 def test_entropy_is_exact(device: str, call: dict):
     scores, every = build(call, device), call["every"]
@@ -201,7 +201,7 @@ def test_entropy_is_exact(device: str, call: dict):
     check(chunked_entropy(scores, every=every, budget=call["budget"]), exact, limit)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(call=calls())
 def test_kernel_source_is_exact_without_a_gpu(call: dict):
     scores, every = build({**call, "term": "causal"}, "cpu"), call["every"]

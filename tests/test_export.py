@@ -662,7 +662,7 @@ def lines() -> list[str]:
     return real[:1000] + hard
 
 
-@pytest.mark.long
+@pytest.mark.manual
 @pytest.mark.parametrize(
     "name", ["nope-twin:scales", "rope-twin:scales", "rope-twin:yarn", "rope-twin:linear"]
 )

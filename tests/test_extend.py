@@ -263,6 +263,7 @@ def test_schedules_match_their_formulas(name):
         "llama4": [1 + 0.1 * math.log(1 + x // LENGTH) for x in n.tolist()],
         "ssmax": [math.log(x) / math.log(LENGTH) for x in n.tolist()],
     }
+    assert set(formulas) == {name for name in SCHEDULES if SCHEDULES[name].default_slope}
     if name in formulas:
         assert values.tolist() == pytest.approx(formulas[name], abs=1e-5)
     else:

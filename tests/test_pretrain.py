@@ -496,7 +496,7 @@ def test_bundled_models_fail_beyond_their_train_length(bundled):
         assert losses[1791:].mean() > losses[256:511].mean() + 1.5
 
 
-@pytest.mark.long
+@pytest.mark.manual
 def test_nope_twin_reads_2048_tokens_in_time():
     """Under 1.5 s on two free cores, the best of three; other tests must not share the cores."""
     model = farspan.load("nope-twin").model

@@ -1,6 +1,6 @@
-"""farspan: longer context for causal language models by the sharpness of their attention.
+"""farspan: a toolkit for long context.
 
-What is public is imported when first used, so that `import farspan` costs nothing.
+Public names are imported on first use, so that `import farspan` is fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farspan.workflows.generate import generate
     from farspan.workflows.inspect import inspect
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "FarspanError",
     "Patch",
@@ -32,7 +32,7 @@ __all__ = [
     "load",
 ]
 
-_HOMES = {
+_MODULES = {
     "FarspanError": "farspan.errors",
     "Patch": "farspan.attention.patch",
     "diagnose": "farspan.workflows.diagnose",
@@ -46,9 +46,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'farspan' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -19,12 +19,12 @@ from farspan.errors import FarspanError
 # Every basis is non-decreasing in n, so λ̂ is largest and smallest at the ends of a range.
 BASES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "constant": lambda n, length: torch.zeros_like(n),
-    "log": lambda n, length: (n / length).log().clamp(min=0),
-    "step": lambda n, length: (n > length).to(n.dtype),
-    "floor": lambda n, length: (n / length).floor().log1p(),
-    "ln": lambda n, length: n.clamp(min=1).log(),
+    "log": lambda n, length: (n / length).log().clamp(min=0),  # max(0, ln(n/L))
+    "step": lambda n, length: (n > length).to(n.dtype),  # 1 beyond L
+    "floor": lambda n, length: (n / length).floor().log1p(),  # ln(1 + ⌊n/L⌋)
+    "ln": lambda n, length: n.clamp(min=1).log(),  # ln n
 }
-NEEDS_LENGTH = ("log", "step", "floor")
+NEEDS_LENGTH = tuple(name for name in BASES if name not in ("constant", "ln"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Scales:
             )
         if self.basis in NEEDS_LENGTH and self.length < 1:
             raise FarspanError(
-                f"basis {self.basis!r} needs the training length, not {self.length}; set length"
+                f"basis {self.basis!r} needs the train length, not {self.length}; set length"
             )
         self._check_table("base", self.base)
         if self.slope is not None:

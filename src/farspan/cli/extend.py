@@ -19,8 +19,8 @@ from farspan.cli.console import (
 )
 from farspan.cli.options import (
     AsJson,
+    BaseModel,
     Device,
-    Model,
     Position,
     TrainLength,
     TrustRemoteCode,
@@ -62,7 +62,7 @@ RecipeName = Annotated[
 
 
 def extend_command(
-    model: Model,
+    model: BaseModel,
     to: Target,
     out: Annotated[Path, out_option("New folder for the patch.")],
     overrides: Annotated[list[str] | None, overrides_argument("search.steps=50")] = None,

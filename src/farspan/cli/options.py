@@ -27,12 +27,12 @@ RENAMED_OPTIONS = {
     "lab run": {"--so-far": "--report-only"},
 }
 
-MODEL_KINDS = (
-    "checkpoint folder, Hub id, bundled model (nope-twin, rope-twin), .gguf file or patch folder"
-)
+BASE_MODEL_KINDS = "checkpoint folder, Hub id, .gguf file or bundled model (nope-twin, rope-twin)"
+MODEL_KINDS = f"patch folder, {BASE_MODEL_KINDS}"
 LOADING = "Model loading"  # a panel of the help
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"Model: {MODEL_KINDS}.")]
+BaseModel = Annotated[str, typer.Argument(metavar="MODEL", help=f"Model: {BASE_MODEL_KINDS}.")]
 Models = Annotated[
     list[str], typer.Argument(metavar="MODEL", help=f"One or more models: {MODEL_KINDS}.")
 ]

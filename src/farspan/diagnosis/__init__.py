@@ -1,1 +1,1 @@
-"""Why a model fails beyond its training length: curves by position, their knees and a verdict."""
+"""Why a model fails beyond its train length: curves by position, their knees and a verdict."""

@@ -36,7 +36,7 @@ class Curves:
         return np.concatenate(list(self.heads.values())).mean(0)
 
     def loss_at(self, mark: int, *, train_length: int) -> float:
-        """Mean loss over the quarter of the training length that ends at `mark`."""
+        """Mean loss over the quarter of the train length that ends at `mark`."""
         return mean_before(mark, train_length, self.positions, self.loss)
 
 
@@ -46,7 +46,7 @@ def mean_before(
     positions: Sequence[float] | np.ndarray,
     values: Sequence[float] | np.ndarray,
 ) -> float:
-    """Mean of a curve over the quarter of the training length that ends at position `mark`.
+    """Mean of a curve over the quarter of the train length that ends at position `mark`.
 
     >>> mean_before(8, 16, [5, 6, 7, 8], [1.0, 2.0, 3.0, 6.0])
     3.0

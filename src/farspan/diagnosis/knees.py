@@ -1,6 +1,6 @@
 """Where a curve leaves its trend, which heads are distracted, and which scale to start from.
 
-Inside the training length, loss and entropy follow a + b·ln(position) closely. A **knee** is the
+Inside the train length, loss and entropy follow a + b·ln(position) closely. A **knee** is the
 first position after which the smoothed curve stays above the extrapolated trend by more than a
 margin.
 """
@@ -23,10 +23,10 @@ class KneeRule:
 
     margin: float = 0.1  # nats above the trend,
     noise: float = 3.0  # and at least this many standard errors of the smoothed curve
-    smoothing: float = 1 / 16  # width of the running mean, in training lengths
-    trend_from: float = 1 / 4  # the trend is fitted from this part of the training length on
+    smoothing: float = 1 / 16  # width of the running mean, in train lengths
+    trend_from: float = 1 / 4  # the trend is fitted from this part of the train length on
     head_margin: float = 0.25  # a head whose last eighth is so many nats too high is distracted
-    inside_margin: float = 1.0  # nats that a scale may add to the loss inside the training length
+    inside_margin: float = 1.0  # nats that a scale may add to the loss inside the train length
     doubt: float = 0.5  # a loss without a knee that ends so many nats too high is inconclusive
 
 
@@ -65,7 +65,7 @@ def smooth(positions: np.ndarray, values: np.ndarray, width: float) -> np.ndarra
 def fit_trend(
     positions: np.ndarray, values: np.ndarray, train_length: int, rule: KneeRule, rising: bool
 ) -> Trend:
-    """The trend inside the training length; with `rising` False, as for loss, b is at most 0."""
+    """The trend inside the train length; with `rising` False, as for loss, b is at most 0."""
     smoothed = smooth(positions, values, rule.smoothing * train_length)
     return _fit_smoothed(positions, smoothed, train_length, rule, rising)
 
@@ -80,7 +80,7 @@ def _fit_smoothed(
     )
     if inside.sum() < 4:
         raise FarspanError(
-            f"only {inside.sum()} finite points of the curve lie inside the training length of "
+            f"only {inside.sum()} finite points of the curve lie inside the train length of "
             f"{train_length} tokens, too few for a trend; choose shorter lengths, or check "
             "--train-length"
         )

@@ -32,8 +32,8 @@ def assess(
 
     without_positions: whether the model has layers without position encoding.
     scales, uniform: the scales of a patch, or the uniform scale, that were on.
-    unscaled_loss: the loss over the last quarter of the training length without the uniform scale;
-    a scale whose loss is far above it fails inside the training length.
+    unscaled_loss: the loss over the last quarter of the train length without the uniform scale;
+    a scale whose loss is far above it fails inside the train length.
     """
     positions, entropy = curves.positions, curves.entropy
     width = rule.smoothing * train_length
@@ -72,13 +72,13 @@ def assess(
 
 
 def _failure_inside(diagnosis: Diagnosis, rule: KneeRule, unscaled_loss: float | None) -> str:
-    """The verdict on a scale that fails inside the training length; empty for any other."""
+    """The verdict on a scale that fails inside the train length; empty for any other."""
     length = diagnosis.train_length
     loss = diagnosis.curves.loss_at(length, train_length=length)
     if unscaled_loss is None or loss <= unscaled_loss + rule.inside_margin:
         return ""
     return (
-        "With this scale the model already fails inside its training length, so there is no trend "
+        "With this scale the model already fails inside its train length, so there is no trend "
         f"to leave: its loss before {length:,} tokens is {loss:.2f}, against {unscaled_loss:.2f} "
         "without the scale."
     )
@@ -102,14 +102,14 @@ def _verdict(diagnosis: Diagnosis) -> str:
     loss_knee, entropy_knee = diagnosis.loss_knee, diagnosis.entropy_knee
     as_trained = diagnosis.scales is None and diagnosis.uniform is None
     if loss_knee is None and entropy_knee is None:
-        factor = f"{longest / train_length:.3g} × the training length"
+        factor = f"{longest / train_length:.3g} × the train length"
         return f"Loss and entropy follow their trends up to {longest:,} tokens, {factor}."
     if loss_knee is None:
         return (
             f"Loss follows its trend up to {longest:,} tokens although entropy leaves its own at "
             f"{entropy_knee:,}: attention spreads out, but the loss does not suffer."
         )
-    factor = f"{loss_knee / train_length:.2f} × the training length"
+    factor = f"{loss_knee / train_length:.2f} × the train length"
     start = f"Loss leaves its trend at {loss_knee:,} tokens, {factor}"
     if entropy_knee is None:
         limit = ", and a scale alone will not help" if as_trained else ""

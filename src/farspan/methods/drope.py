@@ -19,7 +19,7 @@ NO_ROPE = {"rope_type": "none"}
 
 
 def drope(model: PreTrainedModel, job: FitJob, tuning: TuningConfig) -> Patch:
-    """Drop RoPE and recalibrate the weights on windows of the training length."""
+    """Drop RoPE and recalibrate the weights on windows of the train length."""
     length = job.train_length
     count = job.search.shape[1] // length
     short = replace(job, search=job.search[:, : count * length].reshape(-1, length))

@@ -31,7 +31,7 @@ Name = TypeVar("Name")
 class FitJob:
     """A target length and two splits of text: one to search on, one to choose by.
 
-    No method sees the third split, on which results are reported.
+    No method sees the report split.
     """
 
     target: int

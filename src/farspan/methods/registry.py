@@ -107,8 +107,7 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "uniform": (),
     "headscale": ("search",),
     "headlog": ("search",),
-    **dict.fromkeys(SCHEDULES, ("fitted",)),
-    "piecewise": (),  # no formula gives its slope, so it is always fitted
+    **{name: ("fitted",) if schedule.default_slope else () for name, schedule in SCHEDULES.items()},
     **dict.fromkeys(ROPE_SCALINGS, ("tune", "tuning")),
     "drope": ("tuning",),
     "auto": ("search", "tune", "tuning"),  # which of them depends on the model
@@ -283,7 +282,7 @@ def fit_methods(
 def _fit_best(
     model: PreTrainedModel, layers: Sequence[Layer], job: FitJob, config: ExtendConfig
 ) -> tuple[Patch, tuple[str, ...]]:
-    """Of the candidates, the method with the lowest loss on the second split."""
+    """Of the candidates, the method with the lowest loss on the choose split."""
     patches: dict[str, Patch] = {}
     for name in _auto_candidates(layers, model.config):
         patches[name] = METHODS[name](model, job, config)
@@ -297,7 +296,7 @@ def _fit_best(
     best = lowest_loss(losses)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
     patches[best].apply(model)
-    note = f"auto chose {best}: loss {losses[best]:.4f} on the second split, against {others}"
+    note = f"auto chose {best}: loss {losses[best]:.4f} on the choose split, against {others}"
     return patches[best], (note,)
 
 

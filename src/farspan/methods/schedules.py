@@ -16,11 +16,15 @@ from farspan.methods.job import FitJob, scaled_loss, search_best
 
 @dataclass(frozen=True)
 class Schedule:
-    """λ̂(n) = base(slope) + slope·basis(n), with its default slope and the grid to fit it on."""
+    """λ̂(n) = base(slope) + slope·basis(n), and the grid to fit the slope on.
+
+    The grid has `coarse` values first, then is refined to `step` around the best one. A schedule
+    whose formula gives no slope has no default and is always fitted.
+    """
 
     basis: str
-    base: Callable[[float, int], float]  # of the slope and the training length
-    default_slope: Callable[[int], float]  # of the training length
+    base: Callable[[float, int], float]  # of the slope and the train length
+    default_slope: Callable[[int], float] | None  # of the train length
     coarse: tuple[float, ...]
     step: float = 0.005
 
@@ -31,11 +35,8 @@ def _grid(low: float, high: float, step: float) -> tuple[float, ...]:
 
 
 SCHEDULES = {
-    # Wang 2024, §2.4: 1 inside the training length, one λ̂ beyond. It has no default slope, so it
-    # is always fitted.
-    "piecewise": Schedule(
-        "step", lambda slope, length: 1.0, lambda length: 0.0, _grid(-0.2, 2.0, 0.2), 0.01
-    ),
+    # Wang 2024, §2.4: 1 inside the train length, one λ̂ beyond.
+    "piecewise": Schedule("step", lambda slope, length: 1.0, None, _grid(-0.2, 2.0, 0.2), 0.01),
     # Su: max(1, ln n / ln L) = 1 + ln⁺(n/L) / ln L
     "logn": Schedule(
         "log", lambda slope, length: 1.0, lambda length: 1 / math.log(length), _grid(0, 1, 0.1)
@@ -55,8 +56,8 @@ SCHEDULES = {
 def fit_schedule(model: PreTrainedModel, job: FitJob, method: str, fitted: bool) -> Patch:
     """A schedule with its default slope, or with the slope fitted to the choose split."""
     schedule = SCHEDULES[method]
-    default = schedule.default_slope(job.train_length)
-    if not fitted and default:
+    if not fitted and schedule.default_slope:
+        default = schedule.default_slope(job.train_length)
         return job.patch(method, scales=_scales(job, schedule, default))
     advance = job.progress(method, 0)
 

@@ -176,7 +176,7 @@ def _model_colors(diagnoses: Sequence[Diagnosis]) -> list[Any]:
 
 
 def loss_curves(curves: Mapping[str, np.ndarray], train_length: int, title: str) -> Figure:
-    """Loss by position under each name, smoothed over an eighth of the training length."""
+    """Loss by position under each name, smoothed over an eighth of the train length."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         axes = figure.subplots()
@@ -270,7 +270,7 @@ def without_variants(cells: Sequence[Cell]) -> Sequence[Cell]:
 
 
 def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:
-    """The best λ̂ by position and the fit 1 + slope · ln s, s in training lengths.
+    """The best λ̂ by position and the fit 1 + slope · ln s, s in train lengths.
 
     (Wang 2024, Figure 7)
     """
@@ -279,7 +279,7 @@ def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:
         axes = figure.subplots()
         for number, grid in enumerate(grids):
             positions, color = np.array(grid["positions"]), COLORS[number % len(COLORS)]
-            # Positions are bin centers over eight training lengths.
+            # Positions are bin centers over eight train lengths.
             s = 8 * positions / (positions[-1] + positions[0])
             beyond = s >= 1
             fit = f"1 + {grid['slope']:.3f}·ln s, R² {grid['r2']:.3f}"
@@ -291,7 +291,7 @@ def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:
         axes.set_xlim(0.25, 8.5)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
         axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=0)
-        axes.set_xlabel("position, in training lengths")
+        axes.set_xlabel("position, in train lengths")
         axes.set_ylabel("best λ̂")
         # The opaque frame covers the dashed line.
         axes.legend(loc="upper left", fontsize=9, frameon=True, edgecolor="none", framealpha=1)

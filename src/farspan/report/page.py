@@ -376,7 +376,7 @@ def plot(
     height: int = 380,
     **layout: Any,
 ) -> str:
-    """Lines on one pair of axes, with a dashed vertical line at each training length in `marks`."""
+    """Lines on one pair of axes, with a dashed vertical line at each train length in `marks`."""
     shapes = [
         {
             "type": "line",

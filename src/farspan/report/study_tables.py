@@ -15,7 +15,7 @@ Cell = dict[str, Any]  # the results of one model, method, factor and seed
 
 
 def study_report(cells: Sequence[Cell], grids: Sequence[dict[str, Any]]) -> str:
-    """All tables of a study as Markdown; one loss table per text and training length."""
+    """All tables of a study as Markdown; one loss table per text and train length."""
     lengths = list(dict.fromkeys(cell["train_length"] for cell in cells))
     parts = []
     for text in cells[0]["loss"]:
@@ -35,7 +35,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def loss_table(cells: Sequence[Cell], text: str) -> Table:
-    """Loss at doublings of the training length and passkey accuracy: mean of seeds ± half range."""
+    """Loss at doublings of the train length and passkey accuracy: mean of seeds ± half range."""
     first = cells[0]
     header = [
         "model",
@@ -111,12 +111,12 @@ def summary_line(cell: Cell) -> str:
 
 
 def mean_at(cell: Cell, curve: Sequence[float], mark: int) -> float:
-    """The mean of a cell's curve over the quarter of the training length before a position."""
+    """The mean of a cell's curve over the quarter of the train length before a position."""
     return mean_before(mark, cell["train_length"], cell["positions"], curve)
 
 
 def loss_marks(cell: Cell) -> list[int]:
-    """Half the training length, and its doublings."""
+    """Half the train length, and its doublings."""
     length, longest = cell["train_length"], round(max(cell["positions"]))
     return [
         length // 2,

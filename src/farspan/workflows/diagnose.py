@@ -36,7 +36,7 @@ from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures, style
 
-MIN_BINS, BINS_INSIDE = 256, 64  # position bins: in total, and inside the training length
+MIN_BINS, BINS_INSIDE = 256, 64  # position bins: in total, and inside the train length
 
 
 def diagnose(
@@ -56,7 +56,7 @@ def diagnose(
 ) -> list[Diagnosis]:
     """One diagnosis per model or, with `scales`, per model and uniform scale.
 
-    Each window is read once at the largest length; default: twice the longest training length.
+    Each window is read once at the largest length; default: twice the longest train length.
     With `out`, a record and figures are written to that folder.
 
     >>> farspan.diagnose("path/to/model", lengths=[512, 4096])[0].verdict
@@ -104,12 +104,12 @@ def default_lengths(
     position: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[int]:
-    """Half the longest training length, all of it, and twice as much."""
+    """Half the longest train length, all of it, and twice as much."""
     if train_length is None:
         train_lengths = [_train_length(source, position, trust_remote_code) for source in sources]
         if None in train_lengths:
             raise FarspanError(
-                f"{sources[train_lengths.index(None)]} does not state its training length; "
+                f"{sources[train_lengths.index(None)]} does not state its train length; "
                 "set --lengths"
             )
         train_length = max(length for length in train_lengths if length is not None)
@@ -117,7 +117,7 @@ def default_lengths(
 
 
 def _train_length(source: str | Path, position: str | None, trust_remote_code: bool) -> int | None:
-    """The training length of a model whose weights are not loaded; None for a .gguf file."""
+    """The train length of a model whose weights are not loaded; None for a .gguf file."""
     if (patch := find_patch(source)) is not None:
         return patch.train_length
     if Path(source).suffix == ".gguf":
@@ -176,7 +176,7 @@ def _diagnose_scale(
         seam.install(
             model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads)
         )
-    # Bins narrow enough for a trend inside the training length, and wide enough to average noise.
+    # Bins narrow enough for a trend inside the train length, and wide enough to average noise.
     bins = max(MIN_BINS, round(BINS_INSIDE * longest / train_length))
     advance = progress(label, len(cut.ids))
     try:
@@ -207,12 +207,12 @@ def _check_scalable(source: str | Path, scales: Sequence[float]) -> None:
 
 
 def _checked_length(subject: _Subject, cut: Windows, train_length: int | None) -> int:
-    """The training length of a model that can be diagnosed on these windows."""
+    """The train length of a model that can be diagnosed on these windows."""
     source, model, patch = subject.source, subject.model, find_patch(subject.source)
     length = train_length or (patch.train_length if patch else config_train_length(model.config))
     if length is None:
         raise FarspanError(
-            f"the config of {source} does not state its training length; set --train-length"
+            f"the config of {source} does not state its train length; set --train-length"
         )
     longest = cut.ids.shape[1]
     if longest < 1.25 * length:
@@ -230,7 +230,7 @@ def _checked_length(subject: _Subject, cut: Windows, train_length: int | None) -
 
 
 def _loss_inside(subject: _Subject, cut: Windows, length: int) -> float:
-    """The loss of a model without scales over the last quarter of its training length."""
+    """The loss of a model without scales over the last quarter of its train length."""
     model = subject.model
     with _model_errors(subject.source, length):
         losses = [

@@ -133,7 +133,7 @@ def summarize(
                 results[cell] = result
     if not results:
         raise FarspanError(
-            f"{out} holds no results of this study; run it first, or set its folder with -o"
+            f"{out} holds no results of this study; run it first, or set its folder with --out"
         )
     return _write_results(study, results, out)
 
