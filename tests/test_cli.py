@@ -11,11 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
 import typer
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from farspan import cli
@@ -66,6 +68,17 @@ def commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
             yield f"{name} {subname}", subcommand
         if not hasattr(command, "commands"):
             yield name, command
+
+
+def test_options_whose_metavar_is_their_name_are_declared():
+    """typer 0.27 would take such a metavar for the name of the option: --LENGTHS."""
+    for name, command in commands():
+        hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+        for parameter, hint in hints.items():
+            for option in getattr(hint, "__metadata__", ()):
+                if isinstance(option, OptionInfo) and option.metavar == parameter.upper():
+                    declared = [option.default, *(option.param_decls or ())]
+                    assert f"--{parameter}" in declared, (name, parameter)
 
 
 def help_text(command: str) -> str:

@@ -30,6 +30,7 @@ MIN_LABEL_WIDTH = 10  # characters of a model's name that stay on one line
 Lengths = Annotated[
     str,
     typer.Option(
+        "--lengths",
         metavar="LENGTHS",
         help="Positions to report, e.g. 512,1024 or 512:4096 (doublings); windows of the largest "
         "are read.",
@@ -39,6 +40,7 @@ Lengths = Annotated[
 ScaleRange = Annotated[
     str,
     typer.Option(
+        "--scales",
         metavar="SCALES",
         help="Uniform attention scales to compare, e.g. 0.8:1.4:0.1 or 1,1.2.",
         show_default="the model as it is",

@@ -53,6 +53,7 @@ SuiteName = Annotated[
 Lengths = Annotated[
     str,
     typer.Option(
+        "--lengths",
         metavar="LENGTHS",
         help="Context lengths in tokens, e.g. 512,1024 or 512:4096 (doublings).",
         show_default="from the train length on",
@@ -73,6 +74,7 @@ Baseline = Annotated[
 Gates = Annotated[
     list[str] | None,
     typer.Option(
+        "--gate",
         metavar="GATE",
         help='Condition on a score, e.g. "ppl@512<=20", or "ppl@512<=1.05x" for 1.05 times the '
         "baseline; repeatable. If one fails, the exit code is 3.",

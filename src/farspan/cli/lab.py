@@ -57,6 +57,7 @@ TextOrNone = Annotated[
 TaskOption = Annotated[
     str | None,
     typer.Option(
+        "--task",
         metavar="TASK",
         help=f"Instead of text, examples of a task, for models of the lab: {TASKS_HELP}",
     ),
