@@ -130,7 +130,7 @@ def extend(
     check_absent(out)
     if is_patch(model):
         raise FarspanError(
-            f"{model} is a patch; extend its base model with both methods joined by +"
+            f"{model} is a patch; extend its base model instead (methods can be joined with +)"
         )
     device = device or str(processes().device)
     run = _ExtendRun(model, names, config, position, device, trust_remote_code, progress)
@@ -361,10 +361,10 @@ def reported_lengths(job: FitJob) -> list[int]:
 
 def _warnings(before: Mapping[str, float], after: Mapping[str, float], to: int) -> Iterator[str]:
     base, patched = before[f"loss@{to}"], after[f"loss@{to}"]
-    if patched > base:
+    if round(patched, 3) > round(base, 3):
         yield (
             f"the patch makes the loss at {to} tokens worse ({base:.3f} before, {patched:.3f} "
-            "after); search longer, or choose another method"
+            "after); choose another method, or other settings"
         )
 
 
