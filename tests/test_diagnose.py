@@ -149,7 +149,11 @@ def test_finds_a_planted_knee(knee: int, noise: float):
 # Above 0.1 the margin scales with the noise, so one such level is enough at the slow length.
 @pytest.mark.parametrize(
     ("length", "noise"),
-    [*itertools.product([2048, 4096], [0.1, 0.3, 0.8]), (32768, 0.1), (32768, 0.8)],
+    [
+        *itertools.product([2048, 4096], [0.1, 0.3, 0.8]),
+        pytest.param(32768, 0.1, marks=pytest.mark.long),
+        pytest.param(32768, 0.8, marks=pytest.mark.long),
+    ],
 )
 def test_noise_is_not_a_knee(length: int, noise: float):
     """Of 200 curves without a knee, at most two may show one, at any distance."""

@@ -207,6 +207,7 @@ def test_a_broken_cell_is_set_aside_and_measured_again(tiny, whole, tmp_path, co
     assert "set aside" in messages[0]
 
 
+@pytest.mark.long
 def test_two_processes_share_cells_with_equal_numbers(tiny, whole, tmp_path):
     torchrun = [
         sys.executable,

@@ -843,12 +843,14 @@ def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
 
 
 def test_warns_about_a_patch_that_raises_the_loss(tiny, tmp_path):
-    worse = replace(FEW, search=replace(QUICK, steps=1, warmup=0, lr=(1e-9,), init=9.0))
+    worse = replace(FEW, search=replace(QUICK, steps=1, warmup=0, lr=(1e-9,), init=900.0))
     result = extend(
         tiny / "none", 128, tmp_path / "patch", "headscale", data=tiny / "text.txt", recipe=worse
     )
     assert result.after["loss@128"] > result.before["loss@128"]
     assert any("makes the loss at 128 tokens worse" in note for note in result.notes)
+    equal_to_three_digits = {"loss@128": 8.3361}, {"loss@128": 8.3364}
+    assert not list(extend_workflow._warnings(*equal_to_three_digits, 128))
 
 
 def test_dynamic_ntk_refuses_another_train_length(tiny, tmp_path):
@@ -1035,6 +1037,7 @@ def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
     assert after[256:511].mean() < before[256:511].mean() + 0.1
 
 
+@pytest.mark.long
 def test_torchrun_gives_the_scales_of_one_process(tiny, tmp_path):
     """Two processes, started as a user would, find the scales that one process finds."""
     torchrun = [

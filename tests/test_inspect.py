@@ -158,7 +158,13 @@ BIG_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", BIG_CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "llama-70b" else [])
+        for name in BIG_CONFIGS
+    ],
+)
 def test_real_sizes_are_inspected_from_the_config(name: str, tmp_path):
     config = BIG_CONFIGS[name]
     config.save_pretrained(tmp_path)

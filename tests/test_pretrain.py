@@ -358,6 +358,7 @@ def test_runs_that_start_together_share_a_cache(tiny, monkeypatch):
     assert rows[0].tolist() == rows[1].tolist()
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard_is_refused(tiny, tmp_path):
     """Its workers would run it again, and wait forever for the lock that it holds."""
     script = tmp_path / "script.py"
@@ -372,6 +373,7 @@ def test_a_script_without_a_main_guard_is_refused(tiny, tmp_path):
     assert "put its code under `if __name__ == '__main__':`" in process.stderr
 
 
+@pytest.mark.long
 def test_torchrun_trains_the_same_model(tiny, tmp_path):
     """Two processes, started as a user would start them."""
     launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 --standalone"

@@ -44,6 +44,7 @@ def shell_lines() -> list[tuple[str, bool]]:
     ]
 
 
+@pytest.mark.long
 def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
     monkeypatch.chdir(tmp_path)
     ran = []
@@ -69,6 +70,7 @@ def test_untested_commands_of_the_readme_are_valid():
                 assert option in result.output
 
 
+@pytest.mark.long
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
     small = ExtendConfig(search_windows=1, choose_windows=1, report_windows=1, passkeys=0)
     quick_diagnose = partial(farspan.diagnose, windows=1, rule=KneeRule(noise=0))

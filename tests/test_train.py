@@ -190,7 +190,16 @@ def interrupted(name: str, number: int, action, *, before: bool):
         setattr(module, attribute, original)
 
 
-@pytest.mark.parametrize("name", SAVE_CALLS)
+QUICK_CALLS = ("os.replace",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK_CALLS else pytest.mark.long)
+        for name in SAVE_CALLS
+    ],
+)
 def test_a_run_killed_during_a_save_ends_in_the_same_bits(
     recipe, training_data, uninterrupted, tmp_path, name
 ):
@@ -529,8 +538,15 @@ def in_processes(count: int, function, tmp_path: Path) -> None:
     assert codes == [0] * count, errors
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("parallel", "optimizer"),
+    [
+        ("ddp", "adamw"),
+        ("ddp", "muon"),
+        ("fsdp", "adamw"),
+        pytest.param("fsdp", "muon", marks=pytest.mark.long),
+    ],
+)
 def test_two_processes_learn_the_same_as_one(recipe, training_data, tmp_path, parallel, optimizer):
     """The same gradient at the first step, and the same losses and weights after ten."""
     optimization = replace(recipe.optimization, optimizer=optimizer)
@@ -573,6 +589,7 @@ def read_losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_sharded_runs_resume_bit_for_bit(recipe, training_data, tmp_path):
     sharded = with_train(recipe, steps=10, parallel="fsdp")
 

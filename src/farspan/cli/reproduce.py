@@ -15,7 +15,9 @@ from farspan.signals import stoppable
 def reproduce_command(
     study: Annotated[
         str,
-        typer.Argument(metavar="STUDY", help="extend-small, extend-hybrids, or a .toml file."),
+        typer.Argument(
+            metavar="STUDY", help="extend-small, extend-hybrids, best-scales, or a .toml file."
+        ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("folder=path/to/data")] = None,
     out: Annotated[Path | None, out_option("Results folder.", show_default="runs/STUDY")] = None,
