@@ -292,7 +292,7 @@ def test_rope_methods_restore_the_model_and_give_a_working_patch(name, method):
 
 
 @pytest.mark.parametrize("method", ["pi", "yarn", "dynamic-ntk"])
-def test_stretch_always_reaches_the_target(method, monkeypatch):
+def test_factor_always_reaches_the_target(method, monkeypatch):
     model = BY_NAME["farspan-rope"].build()
 
     def rising_loss(model, ids):
@@ -316,7 +316,7 @@ STRETCHED = {
 
 
 @pytest.mark.parametrize("existing", [None, *STRETCHED])
-def test_stretch_of_one_changes_nothing_and_existing_scaling_is_kept(existing):
+def test_factor_of_one_changes_nothing_and_existing_scaling_is_kept(existing):
     model = BY_NAME["llama"].build()
     if existing is not None:
         set_rope(model, STRETCHED[existing])

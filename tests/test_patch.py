@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,3 +308,11 @@ def test_load_refuses_a_damaged_patch(damage: str, tmp_path):
     expected = FarspanError if damage == "format" else CorruptError
     with pytest.raises(expected, match=rf"^{tmp_path}/patch.*;"):
         Patch.load(tmp_path / "patch")
+
+
+@torch.no_grad()
+def test_patches_of_version_0_1_load_with_the_same_logits():
+    """`headlog` for nope-twin, written by 0.1.0, and the last logits that 0.1.0 computed with it."""
+    model = farspan.load(Path(__file__).parent / "data" / "patch-0.1.0", dtype="float32").model
+    logits = model(torch.arange(768)[None] * 7 % 4096).logits[0, -1, :4]
+    assert logits.tolist() == pytest.approx([-0.8473, 2.2706, -0.2800, -2.1925], abs=1e-3)

@@ -227,7 +227,7 @@ def _show_data(evaluation: EvalResult, scores: Sequence[Score]) -> None:
     if trained := _tag_values(scores, "trained_on_passkeys"):
         of_baseline = _tag_values(evaluation.baseline_scores, "trained_on_passkeys")
         values = [*trained, *(f"baseline: {value}" for value in of_baseline)]
-        console.print(f"[dim]passkey documents in training:[/] {', '.join(values)}")
+        console.print(f"[dim]trained on passkey documents:[/] {', '.join(values)}")
 
 
 def _table(evaluation: EvalResult, scores: Sequence[Score], columns: Sequence[str]) -> Table:

@@ -18,34 +18,34 @@ from farspan.methods.tuning import TuningConfig, tune_weights
 Rope = dict[str, Any]
 
 
-def _pi(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
-    return {"rope_type": "linear", "factor": stretch}
+def _pi(job: FitJob, factor: float, theta: float, width: int) -> Rope:
+    return {"rope_type": "linear", "factor": factor}
 
 
-def _ntk(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
-    return {"rope_theta": theta * stretch ** (width / (width - 2))}
+def _ntk(job: FitJob, factor: float, theta: float, width: int) -> Rope:
+    return {"rope_theta": theta * factor ** (width / (width - 2))}
 
 
-def _dynamic_ntk(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
+def _dynamic_ntk(job: FitJob, factor: float, theta: float, width: int) -> Rope:
     return {
         "rope_type": "dynamic",
-        "factor": stretch,
+        "factor": factor,
         "original_max_position_embeddings": job.train_length,
     }
 
 
-def _yarn(job: FitJob, stretch: float, theta: float, width: int) -> Rope:
+def _yarn(job: FitJob, factor: float, theta: float, width: int) -> Rope:
     return {
         "rope_type": "yarn",
-        "factor": stretch,
+        "factor": factor,
         "original_max_position_embeddings": job.train_length,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
-        "attention_factor": 0.1 * math.log(stretch) + 1,
+        "attention_factor": 0.1 * math.log(factor) + 1,
     }
 
 
-# method -> the rope parameters that stretch positions by a factor
+# method -> the rope parameters that extend positions by a factor
 ROPE_SCALINGS: dict[str, Callable[[FitJob, float, float, int], Rope]] = {
     "pi": _pi,
     "ntk": _ntk,
@@ -54,15 +54,15 @@ ROPE_SCALINGS: dict[str, Callable[[FitJob, float, float, int], Rope]] = {
 }
 # Multiples of target/train_length. Smaller ones can have a lower mean loss, but they fail before
 # the target.
-STRETCHES = (1.0, 1.25, 1.5, 2.0, 3.0)
+FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def fit_rope(
     model: PreTrainedModel, job: FitJob, method: str, tuning: TuningConfig | None
 ) -> Patch:
-    """The method's rope parameters, with the stretch of the lowest loss on the choose split.
+    """The method's rope parameters, with the factor of the lowest loss on the choose split.
 
-    With `tuning`, as in Wang 2024: a stretch of target/train_length, and weights tuned with it.
+    With `tuning`, as in Wang 2024: a factor of target/train_length, and weights tuned with it.
     """
     if tuning is not None:
         rope = _rope_parameters(model, job, method, job.target / job.train_length)
@@ -71,16 +71,16 @@ def fit_rope(
         return job.patch(f"{method}-tuned", rope=rope, weights=weights)
     advance = job.progress(method, 0)
     losses = {}
-    for multiple in STRETCHES:
-        stretch = multiple * job.target / job.train_length
-        with rope_override(model, _rope_parameters(model, job, method, stretch)):
-            losses[stretch] = float(loss_by_position(model, job.choose).mean())
-        advance(1, f"×{stretch:g}: loss {losses[stretch]:.4f}")
+    for multiple in FACTORS:
+        factor = multiple * job.target / job.train_length
+        with rope_override(model, _rope_parameters(model, job, method, factor)):
+            losses[factor] = float(loss_by_position(model, job.choose).mean())
+        advance(1, f"×{factor:g}: loss {losses[factor]:.4f}")
     return job.patch(method, rope=_rope_parameters(model, job, method, lowest_loss(losses)))
 
 
-def _rope_parameters(model: PreTrainedModel, job: FitJob, method: str, stretch: float) -> Rope:
-    """The model's rope parameters updated by a method; a stretch of 1 changes no angle."""
+def _rope_parameters(model: PreTrainedModel, job: FitJob, method: str, factor: float) -> Rope:
+    """The model's rope parameters updated by a method; a factor of 1 changes no angle."""
     current = _full_attention_rope(model.config.get_text_config().rope_parameters)
     if "rope_theta" not in current:
         raise FarspanError(
@@ -88,7 +88,7 @@ def _rope_parameters(model: PreTrainedModel, job: FitJob, method: str, stretch: 
             "extend its context; use uniform or headscale"
         )
     theta = float(current["rope_theta"])
-    return {**current, **ROPE_SCALINGS[method](job, stretch, theta, _rotary_width(model))}
+    return {**current, **ROPE_SCALINGS[method](job, factor, theta, _rotary_width(model))}
 
 
 def existing_rope_scaling(config: PreTrainedConfig) -> str | None:
