@@ -312,7 +312,7 @@ def test_load_refuses_a_damaged_patch(damage: str, tmp_path):
 
 @torch.no_grad()
 def test_patches_of_version_0_1_load_with_the_same_logits():
-    """`headlog` for nope-twin, written by 0.1.0, and the last logits that 0.1.0 computed with it."""
+    """`headlog` for nope-twin, written by 0.1.0, and the logits that 0.1.0 computed with it."""
     model = farspan.load(Path(__file__).parent / "data" / "patch-0.1.0", dtype="float32").model
     logits = model(torch.arange(768)[None] * 7 % 4096).logits[0, -1, :4]
     assert logits.tolist() == pytest.approx([-0.8473, 2.2706, -0.2800, -2.1925], abs=1e-3)
