@@ -716,7 +716,7 @@ def test_a_family_with_other_logits_is_refused(tiny, monkeypatch):
     other = lambda model, ids, count: model(input_ids=ids).logits[:, -count:] + 1  # noqa: E731
     monkeypatch.setattr(evaluate_workflow, "last_logits", other)
     with pytest.raises(
-        FarspanError, match="differ from the model's by .*; this family cannot be evaluated"
+        FarspanError, match="differ from the model's by .*, so this family cannot be evaluated"
     ):
         evaluate_workflow._load_eval_model(tiny / "none", {})
 

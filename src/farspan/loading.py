@@ -285,7 +285,7 @@ def check_device(device: str | torch.device | None) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        why = first_line(error) if len(first_line(error)) < 80 else "torch knows no such device"
+        why = first_line(error) if len(first_line(error)) < 80 else "unknown to torch"
         raise FarspanError(
             f"device {str(device)!r} cannot be used ({why}); choose cpu, or cuda:0"
         ) from None

@@ -64,7 +64,7 @@ Data = Annotated[
     typer.Option(
         metavar="TEXT",
         help="PATH, or NAME=PATH for a suite of several texts, e.g. pg19=data/pg19; repeatable.",
-        show_default="python-docs/score",
+        show_default="python-docs/score in quick and perplexity",
     ),
 ]
 Baseline = Annotated[

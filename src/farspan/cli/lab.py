@@ -81,7 +81,7 @@ Scratchpad = Annotated[
 Legacy = Annotated[
     bool,
     typer.Option(
-        "--legacy", help="Compute as the code of Kazemnejad 2023: no JSD, half of the pairs."
+        "--legacy", help="Compute like the code of Kazemnejad 2023: no JSD, half of the pairs."
     ),
 ]
 

@@ -46,9 +46,11 @@ class EvalConfig:
     def with_settings(self, settings: Mapping[str, Any]) -> EvalConfig:
         """This config with some fields replaced by keyword arguments."""
         names = [each.name for each in fields(EvalConfig)]
+        parameters = ["baseline", "gate", "config", "position", "device", "trust_remote_code"]
         for name in settings:
             if name not in names:
-                raise TypeError(f"evaluate() has no setting {name!r}; {suggest(name, names)}")
+                hint = suggest(name, names + parameters)
+                raise TypeError(f"evaluate() has no setting {name!r}; {hint}")
         return replace(self, **settings)
 
 

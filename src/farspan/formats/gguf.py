@@ -167,7 +167,7 @@ def _rope(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def _check_yarn(rope: Mapping[str, Any]) -> None:
-    """llama.cpp computes YaRN's ramp and attention factor itself, as in the paper."""
+    """llama.cpp computes YaRN's ramp and attention factor itself, as YaRN's paper does."""
     fixed = {
         "beta_fast": 32.0,
         "beta_slow": 1.0,

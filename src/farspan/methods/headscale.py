@@ -1,6 +1,6 @@
 """HeadScale (Wang 2024, §3): one λ̂ per head, found by gradient descent on frozen weights.
 
-`headlog` goes beyond the paper: λ̂(n) = a + b·ln⁺(n/L), two numbers per head, which costs less loss
+`headlog` is farspan's own: λ̂(n) = a + b·ln⁺(n/L), two numbers per head, which costs less loss
 at short context. The constraint a ≥ 1, b ≥ 0 projects the float32 parameters after every step.
 """
 

@@ -1,1 +1,1 @@
-"""One loop for everything that learns: models, scales, and the laboratory's fleets."""
+"""One loop for everything that learns: models, scales, and the lab's fleets."""

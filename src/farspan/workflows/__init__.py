@@ -1,1 +1,1 @@
-"""The wings composed: what a user asks for in one command."""
+"""The commands, one module each."""

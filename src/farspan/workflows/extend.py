@@ -132,7 +132,8 @@ def extend(
         raise FarspanError(
             f"{model} is a patch; extend its base model instead (methods can be joined with +)"
         )
-    device = device or str(processes().device)
+    state = processes()
+    device = device or str(state.device)
     run = _ExtendRun(model, names, config, position, device, trust_remote_code, progress)
     advance = progress("load and read", 2)
     base, tokenizer = run.load()
@@ -146,9 +147,9 @@ def extend(
     with _search_folder(job, config, method):
         result = _fit(base, tokenizer, layers, splits["report"].ids, job, run, out)
         result = replace(result, notes=(*notes, *result.notes))
-        if processes().is_main_process:
+        if state.is_main_process:
             result = _save(result, base, run, job, splits)
-        processes().wait_for_everyone()
+        state.wait_for_everyone()
     return result
 
 
