@@ -686,7 +686,7 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", "fleet=0"], "fleet is 0; set it to 1 or more"),
         (
             ["run", "lab-tiny", "--device", "cuba"],
-            "device 'cuba' cannot be used (torch knows no such device)",
+            "device 'cuba' cannot be used (unknown to torch)",
         ),
         (["run", "lab-tiny", "--dry-run", "--device", "cuba"], "device 'cuba' cannot be used"),
         (
