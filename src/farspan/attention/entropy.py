@@ -28,7 +28,7 @@ from farspan.attention.seam import (
     Call,
     as_call,
     attention_calls,
-    default_backend,
+    own_attention,
     visible_mask,
 )
 from farspan.batching import run_in_batches
@@ -158,7 +158,7 @@ class EntropyByPosition:
             kernels = supported_kernels(scores, call.v)
             if kernels is None:
                 self(call)
-                return default_backend(module)(module, query, key, value, attention_mask, **options)
+                return own_attention(module, query, key, value, attention_mask, **options)
             output, measured = kernels.attention(scores, call.v[:, :, : scores.k.shape[2]])
             self._add(call.layer, _slots(call), measured)
             return output.transpose(1, 2).contiguous(), None

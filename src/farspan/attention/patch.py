@@ -1,7 +1,7 @@
 """A Patch: the output of a method as data, and its application to a model.
 
-A patch holds scales, rope parameters, tuned weights, or any combination of these, for one base
-model and one target length. On disk it is a small folder of JSON and safetensors.
+A patch holds scales, rope parameters, a layout, tuned weights, or any combination of these, for one
+base model and one target length. On disk it is a small folder of JSON and safetensors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farspan.attention import seam
+from farspan.attention.layout import LayerLayout, Layout
+from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import new_folder, read_json, read_tensors, write_json
 
-FORMAT = 1
+# A layout needs format 2; other patches are written as format 1, which older releases read.
+FORMAT, LAYOUT_FORMAT = 1, 2
 POSITIVE_ROPE_PARAMETERS = (
     "factor",
     "rope_theta",
@@ -54,6 +57,7 @@ class Patch:
     # Hugging Face's rope_parameters; {"rope_type": "none"} removes rotation.
     rope: Mapping[str, Any] | None = None
     weights: Mapping[str, Tensor] | None = None  # new weights by parameter name
+    layout: Layout | None = None  # which layers rotate, and which see a window
     name: str = ""  # the path or Hub id of the base model
     position: str | None = None  # the position encoding it was loaded with, if not its config's
     label: str = ""  # the user's name for the base model, if `name` is a local path
@@ -72,10 +76,11 @@ class Patch:
             scales=_product(self.scales, later.scales),
             rope=later.rope if later.rope is not None else self.rope,
             weights={**(self.weights or {}), **(later.weights or {})} or None,
+            layout=later.layout if self.layout is None else self.layout.then(later.layout),
         )
 
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Patch the model in place: replace weights, rebuild rotation, install scales.
+        """Patch the model in place: replace weights, rebuild rotation, install layout and scales.
 
         The patch is checked before anything changes. Its scales replace those of the model.
         """
@@ -98,6 +103,8 @@ class Patch:
             _check_scales(scales, model)
         if self.rope is not None:
             set_rope(model, self.rope)
+        if self.layout is not None:
+            set_layout(model, self.layout)
         with torch.no_grad():
             for name, weight in (self.weights or {}).items():
                 parameters[name].copy_(weight)
@@ -135,7 +142,7 @@ class Patch:
     def describe(self) -> dict[str, Any]:
         """The patch as JSON, with its tables summarized."""
         description: dict[str, Any] = {
-            "format": FORMAT,
+            "format": FORMAT if self.layout is None else LAYOUT_FORMAT,
             "method": self.method,
             "target": self.target,
             "train_length": self.train_length,
@@ -155,6 +162,8 @@ class Patch:
             }
         if self.rope is not None:
             description["rope"] = dict(self.rope)
+        if self.layout is not None:
+            description["layout"] = self.layout.to_json()
         if self.weights is not None:
             description["weights"] = sorted(self.weights)
         return description
@@ -166,10 +175,10 @@ class Patch:
         record = read_json(folder / "patch.json")
         if "format" not in record:
             raise corrupt_patch(folder, "its patch.json names no format")
-        if record["format"] != FORMAT:
+        if record["format"] not in (FORMAT, LAYOUT_FORMAT):
             raise FarspanError(
                 f"{folder / 'patch.json'} has format {record['format']!r}, but this farspan reads "
-                f"{FORMAT}; upgrade farspan, or fit the patch again"
+                f"{FORMAT} and {LAYOUT_FORMAT}; upgrade farspan, or fit the patch again"
             )
         try:
             return cls._read(folder, record)
@@ -195,6 +204,7 @@ class Patch:
             else None,
             _check_rope(record["rope"]) if "rope" in record else None,
             _read_tensors(folder, "weights") if "weights" in record else None,
+            Layout.parse(dict(record["layout"])) if "layout" in record else None,
             str(base["name"]),
             base.get("position"),
             str(base.get("label", "")),
@@ -331,6 +341,61 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
             f"({type(error).__name__}: {first_line(error)}); "
             "set all parameters that this rope_type needs, or choose another type"
         ) from None
+
+
+def set_layout(model: PreTrainedModel, layout: Layout) -> None:
+    """Give the model this layout, or restore it and raise if it does not behave so afterwards."""
+    before = seam.installed_layout(model)
+    seam.install_layout(model, None)
+    layers = {layer.index: layer for layer in probe(model)}
+    without_rotation = [index for index in layers if layers[index].position == "none"]
+    try:
+        _check_layout(model, layout, layers)
+        seam.install_layout(model, layout, without_rotation)
+        for layer in probe(model):
+            _check_observed(model, layer, layout.layers.get(layer.index))
+    except FarspanError:
+        seam.install_layout(model, before, without_rotation)
+        raise
+
+
+def _check_layout(model: PreTrainedModel, layout: Layout, layers: Mapping[int, Layer]) -> None:
+    """Refuse a layout for layers that the model lacks or that cannot have it."""
+    name = type(model).__name__
+    for index, entry in layout.layers.items():
+        if index not in layers:
+            raise IncompatiblePatchError(
+                f"the layout names layer {index}, but {name} has attention in layers "
+                f"{sorted(layers)}; use a layout for this model"
+            )
+        layer = layers[index]
+        if layer.position not in ("rope", "none"):
+            raise IncompatiblePatchError(
+                f"layer {index} of {name} has {layer.position} positions; a layout changes only "
+                "layers with rotary encoding or without positions"
+            )
+        if layer.window is not None and (entry.window or math.inf) > layer.window:
+            raise IncompatiblePatchError(
+                f"layer {index} of {name} sees {layer.window} keys by its config, so it cannot "
+                f"become {entry}; leave it out, or choose a layer that sees all keys"
+            )
+
+
+def _check_observed(model: PreTrainedModel, layer: Layer, entry: LayerLayout | None) -> None:
+    """Raise if a layer does not behave as its layout says."""
+    if entry is None:
+        return
+    expected = "rope" if entry.rotary else "none"
+    if layer.position != expected:
+        raise IncompatiblePatchError(
+            f"{type(model).__name__} does not hand the rotation to its attention modules, so layer "
+            f"{layer.index} cannot become {entry}; use scales (headscale) or rope parameters (yarn)"
+        )
+    if entry.window is not None and layer.window != entry.window:
+        raise IncompatiblePatchError(
+            f"attention in layer {layer.index} of {type(model).__name__} does not keep to a window "
+            f"of {entry.window} keys; choose another attn_implementation"
+        )
 
 
 def _find_rotaries(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:

@@ -4,6 +4,10 @@ The model runs twice over the same tokens, with position ids in forward and then
 In the second run every attention module receives the hidden states of the first. If the queries or
 keys of a layer still change, its position encoding is rotary. If the input of the first layer
 changes, positions are added to the embeddings. This works for any model family.
+
+What the seam adds is observed too. Rotation that a layout adds goes by the order of the keys, so
+these layers receive their hidden states in reverse order. A window that a layout sets is observed
+by one attention call that is one key longer than the window.
 """
 
 from __future__ import annotations
@@ -56,6 +60,10 @@ def probe(model: PreTrainedModel) -> list[Layer]:
     with _tables_used(model) as tables:
         first, inputs, start = _run(model, modules, ids, positions, replay=None)
     second, _, reversed_start = _run(model, modules, ids, positions.flip(1), replay=inputs)
+    third = second
+    if any(map(seam.adds_rotation, modules)):
+        turned = {module: states.flip(1) for module, states in inputs.items()}
+        third, _, _ = _run(model, modules, ids, positions, replay=turned)
     absolute = None
     if _changed(start, reversed_start):
         absolute = "learned" if tables - {model.get_input_embeddings()} else "sinusoidal"
@@ -63,14 +71,14 @@ def probe(model: PreTrainedModel) -> list[Layer]:
         Layer(
             index=indices[call.module],
             module=call.module,
-            position=absolute or _encoding(call, other, takes_positions),
+            position=absolute or _encoding(call, other, turned_call, takes_positions),
             window=_window(call),
             heads=call.q.shape[1],
             kv_heads=call.k.shape[1],
             head_dim=call.q.shape[-1],
             base_scale=float(call.scaling),
         )
-        for call, other in zip(first, second, strict=True)
+        for call, other, turned_call in zip(first, second, third, strict=True)
     ]
 
 
@@ -136,12 +144,14 @@ def _first_layer(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
     return attention
 
 
-def _encoding(call: seam.Call, other: seam.Call, takes_positions: bool) -> str:
-    """The position encoding of a layer from its calls in the two runs."""
+def _encoding(call: seam.Call, other: seam.Call, turned: seam.Call, takes_positions: bool) -> str:
+    """The position encoding of a layer from its calls in the three runs."""
     pairs = ((call.q, other.q), (call.k, other.k))
     if not all(torch.isfinite(tensor).all() and tensor.any() for pair in pairs for tensor in pair):
         return "unknown"  # NaN, infinity or all zeros show no change
     if any(_changed(*pair) for pair in pairs):
+        return "rope"
+    if seam.adds_rotation(call.module) and _changed(call.q, turned.q.flip(2)):
         return "rope"
     if call.options.get("position_bias") is not None:
         return "unknown"  # added to the scores; it may depend on more than distance
@@ -160,8 +170,9 @@ def _changed(first: Tensor, second: Tensor) -> bool:
 
 
 def _window(call: seam.Call) -> int | None:
-    window = call.options.get("sliding_window")
-    if window is not None:
+    if (window := seam.window_of(call.module)) is not None:
+        return window if _hides_beyond(call, window) else None
+    if (window := call.options.get("sliding_window")) is not None:
         return int(window)
     config = call.module.config
     layer_types = getattr(config, "layer_types", None)
@@ -170,6 +181,23 @@ def _window(call: seam.Call) -> int | None:
     if layer_types and layer_types[call.layer] != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
+
+
+@torch.no_grad()
+def _hides_beyond(call: seam.Call, window: int) -> bool:
+    """Whether the first key is visible to the last query in its window and to none after it.
+
+    All keys are equal, and only the first has a value: an output that is not zero saw it."""
+    tokens = window + 1
+    q, k = (part[:1, :, :1].expand(-1, -1, tokens, -1) for part in (call.q, call.k))
+    v = torch.zeros_like(call.v[:1, :, :1]).repeat(1, 1, tokens, 1)
+    v[:, :, 0] = 1
+    mask = None
+    if call.mask is not None:  # eager attention has its causal order from the mask
+        mask = torch.full((1, 1, tokens, tokens), torch.finfo(q.dtype).min, device=q.device)
+        mask = mask.to(q.dtype).triu(1)
+    output, _ = seam.seam_attention(call.module, q, k, v, mask, scaling=call.scaling)
+    return bool(output[:, window - 1].any()) and not bool(output[:, window].any())
 
 
 @contextmanager

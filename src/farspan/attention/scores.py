@@ -31,11 +31,12 @@ class Scores:
     q: Tensor  # [B, H, Q, D]
     k: Tensor  # [B, KV, K, D]
     scaling: float | Tensor  # a number, or one for each head [H]
-    mask: Tensor | None = None  # boolean or additive [B, 1, Q, K]; None is causal
+    mask: Tensor | None = None  # boolean or additive [B, 1, Q, K]; None is causal in the window
     bias: Any = None  # a PlacedBias: its .tensor(rows) is added to the scores
     softcap: float | None = None
     sinks: Tensor | None = None  # [H] the score of an extra key without a value
     position_bias: Tensor | None = None  # [1 or B, H, Q, K] added by some families of transformers
+    window: int | None = None  # of a call without a mask, in keys; None: all keys
 
     @classmethod
     def from_call(cls, call: Call) -> Scores:
@@ -44,13 +45,25 @@ class Scores:
         # Without a mask, several queries are causal from the first key; a static cache may hold
         # more keys than that.
         k = call.k[:, :, :queries] if call.mask is None and queries > 1 else call.k
-        names = ("bias", "softcap", "s_aux", "position_bias")
-        return cls(call.q, k, call.scaling, call.mask, *(call.options.get(name) for name in names))
+        options = call.options
+        window = options.get("sliding_window") if call.mask is None else None
+        return cls(
+            call.q,
+            k,
+            call.scaling,
+            call.mask,
+            options.get("bias"),
+            options.get("softcap"),
+            options.get("s_aux"),
+            options.get("position_bias"),
+            None if window is None or window >= k.shape[2] else window,
+        )
 
     @property
     def plain(self) -> bool:
         """Causal over all keys, with nothing added: the case that the kernels compute."""
-        return self.mask is self.bias is self.softcap is self.sinks is self.position_bias is None
+        added = (self.mask, self.bias, self.softcap, self.sinks, self.position_bias, self.window)
+        return all(term is None for term in added)
 
     def rows(self, start: int, stop: int, step: int, dtype: torch.dtype) -> Tensor:
         """Scores of query rows start:stop:step, [B, H, rows, keys]; masked keys are HIDDEN.
@@ -68,7 +81,10 @@ class Scores:
         if self.position_bias is not None:
             scores += self.position_bias[:, :, start:stop:step, : k.shape[2]].to(dtype)
         if self.mask is None:
-            hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
+            distance = rows[:, None] - torch.arange(k.shape[2], device=q.device)
+            hidden = distance < 0
+            if self.window is not None:
+                hidden |= distance >= self.window
             scores.masked_fill_(hidden, HIDDEN)
         else:
             mask = self.mask[:, :, start:stop:step]

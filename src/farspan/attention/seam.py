@@ -1,7 +1,8 @@
 """The attention seam: one registered attention function through which any Hugging Face model runs.
 
-Only at the seam are queries multiplied by the scale of their head, and only there do observers see
-calls. The model's own backend computes attention: with nothing attached, outputs are bit-identical.
+Only at the seam are queries multiplied by the scale of their head and limited to the window of
+their layer, and only there do observers see calls. The model's own backend computes attention: with
+nothing attached, outputs are bit-identical.
 
 State is a plain object in the `__dict__` of each attention module. It is no parameter and no
 buffer, so nothing leaks into a saved checkpoint. A compiled layer reads the same attribute in every
@@ -12,17 +13,33 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from farspan.attention.layout import (
+    LayerLayout,
+    Layout,
+    banded,
+    drop_rotation,
+    limit_to_window,
+    rotate_by_slot,
+    visible_mask,
+)
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 
@@ -41,7 +58,7 @@ class Call:
     q: Tensor  # [B, H, Q, D], already scaled
     k: Tensor  # [B, KV, K, D], after rotation, with the cached keys
     v: Tensor
-    mask: Tensor | None  # boolean or additive; None is causal
+    mask: Tensor | None  # boolean or additive; None is causal, within `sliding_window` if given
     scaling: float  # multiplies q·k
     options: dict[str, Any]  # all other arguments: bias, sliding_window, s_aux, softcap, …
 
@@ -57,21 +74,26 @@ class _SeamState:
     scales: Scales | None = None  # one row
     backend: Backend | None = None  # replaces the model's own
     observers: tuple[Observer, ...] = ()
+    layout: LayerLayout | None = None
+    adds_rotation: bool = False  # the layout rotates, and the layer itself does not
+    rotation_hook: RemovableHandle | None = None  # the layer rotates, and the layout does not
+
+    @property
+    def in_use(self) -> bool:
+        return any((self.scales, self.observers, self.backend, self.layout))
 
 
 def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedModel:
     """Route the model's attention through the seam with these scales; a second call replaces them.
+
+    A layout stays as it is.
 
     >>> install(model, Scales.uniform(1.2, layers=range(22), heads=32))
     """
     calls = attention_calls(model)
     if scales is not None:
         check_scales_fit(scales, calls)
-    if not installed(model):
-        unshare_config(model)
-        _set_attention(model, PREFIX + model.config._attn_implementation)
-    for call in calls:
-        state = call.module.__dict__.setdefault(_KEY, _SeamState(call.layer))
+    for call, state in _states(model, calls):
         state.scales = None
         if scales is not None and call.layer in scales.layers:
             row = scales.row(scales.layers.index(call.layer))
@@ -81,10 +103,96 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
     return model
 
 
+def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, _SeamState]]:
+    """Put the model on the seam: the state of each attention module, with its recorded call."""
+    if not installed(model):
+        unshare_config(model)
+        _set_attention(model, PREFIX + model.config._attn_implementation)
+    for call in calls:
+        yield call, call.module.__dict__.setdefault(_KEY, _SeamState(call.layer))
+
+
+def install_layout(
+    model: PreTrainedModel, layout: Layout | None, without_rotation: Collection[int] = ()
+) -> PreTrainedModel:
+    """Give the model's attention this layout; None restores its own. Scales stay as they are.
+
+    without_rotation: the layers that do not rotate by themselves, to which `rope` adds rotation.
+    `patch.set_layout` finds them and checks the outcome.
+    """
+    for call, state in _states(model, attention_calls(model)):
+        _clear_layout(state)
+        entry = None if layout is None else layout.layers.get(call.layer)
+        if entry is None:
+            continue
+        state.layout = entry
+        state.adds_rotation = entry.rotary and call.layer in without_rotation
+        if not entry.rotary:
+            state.rotation_hook = call.module.register_forward_pre_hook(
+                drop_rotation, with_kwargs=True
+            )
+    return model
+
+
+def _clear_layout(state: _SeamState) -> None:
+    if state.rotation_hook is not None:
+        state.rotation_hook.remove()
+    state.layout, state.adds_rotation, state.rotation_hook = None, False, None
+
+
+def installed_layout(model: PreTrainedModel) -> Layout | None:
+    """The layout that the seam gives the model; None if it has its own."""
+    layers = {
+        state.layer: state.layout for state in attached_states(model) if state.layout is not None
+    }
+    return Layout(layers) if layers else None
+
+
+def attached_states(model: nn.Module) -> list[_SeamState]:
+    return [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
+
+
+def adds_rotation(module: nn.Module) -> bool:
+    """Whether the seam adds rotation to an attention module that has none."""
+    state = module.__dict__.get(_KEY)
+    return state is not None and state.adds_rotation
+
+
+def window_of(module: nn.Module) -> int | None:
+    """The window that the seam gives an attention module."""
+    state = module.__dict__.get(_KEY)
+    return None if state is None or state.layout is None else state.layout.window
+
+
+def make_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache for the model in which layers with a window keep the keys of their window only.
+
+    Transformers sizes caches by the config, which knows nothing of a layout. Its own DynamicCache
+    is correct too, and larger.
+    """
+    cache = DynamicCache(config=model.config)
+    layout = installed_layout(model)
+    for index, window in ({} if layout is None else layout.windows).items():
+        while index >= len(cache.layers):
+            cache.layers.append(DynamicLayer())
+        if type(cache.layers[index]) is DynamicLayer:
+            cache.layers[index] = DynamicSlidingWindowLayer(window)
+    return cache
+
+
+def remove_scales(model: PreTrainedModel) -> PreTrainedModel:
+    """Remove the scales, and take the model off the seam if nothing else is attached."""
+    states = attached_states(model)
+    for state in states:
+        state.scales = None
+    return model if any(state.in_use for state in states) else uninstall(model)
+
+
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:
     """Take the model off the seam and restore its state dict, config and outputs."""
     for module in model.modules():
-        module.__dict__.pop(_KEY, None)
+        if (state := module.__dict__.pop(_KEY, None)) is not None:
+            _clear_layout(state)
     if installed(model):
         _set_attention(model, model.config._attn_implementation.removeprefix(PREFIX))
     return model
@@ -139,17 +247,16 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 def _attached(model: PreTrainedModel) -> Iterator[list[_SeamState]]:
     """The states of a model on the seam.
 
-    A model that was installed for this block is uninstalled at its end, unless scales, observers
-    or a backend were attached in the meantime."""
+    A model that was installed for this block is uninstalled at its end, unless scales, observers,
+    a backend or a layout were attached in the meantime."""
     was_installed = installed(model)
     if not was_installed:
         install(model)
-    states = [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
+    states = attached_states(model)
     try:
         yield states
     finally:
-        in_use = any(state.scales or state.observers or state.backend for state in states)
-        if not was_installed and not in_use:
+        if not was_installed and not any(state.in_use for state in states):
             uninstall(model)
 
 
@@ -301,7 +408,7 @@ def check_scales_fit(scales: Scales, calls: list[Call]) -> None:
             )
 
 
-def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None, window: int | None = None) -> Tensor:
     """How many keys each query sees, [B or 1, Q], from the mask that the backend receives.
 
     Position ids would be wrong with padding, sliding caches and packing; the mask is always right.
@@ -309,35 +416,55 @@ def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     if mask is None:  # causal; a single query sees the whole cache
         first = keys if queries == 1 else 1
-        return torch.arange(first, first + queries, device=q.device)[None]
+        counts = torch.arange(first, first + queries, device=q.device)[None]
+        return counts if window is None else counts.clamp(max=window)
     return visible_mask(mask)[:, 0].sum(dim=-1)
 
 
-def visible_mask(mask: Tensor) -> Tensor:
-    """A boolean or additive mask as booleans: True where the key is visible."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
 def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
-    """The registered function: scale queries, notify observers, call the model's own backend."""
+    """The registered function: apply the layout, scale queries, notify observers, call the model's
+    own backend."""
     state = module.__dict__.get(_KEY)
-    backend = default_backend(module)
     if state is None:
-        return backend(module, query, key, value, attention_mask, **kwargs)
+        return own_attention(module, query, key, value, attention_mask, **kwargs)
+    if state.layout is not None:
+        if (window := state.layout.window) is not None:
+            key, value, attention_mask = limit_to_window(
+                key, value, attention_mask, query.shape[2], window
+            )
+            kwargs["sliding_window"] = window
+        if state.adds_rotation:
+            query, key = rotate_by_slot(query, key, attention_mask)
     if state.scales is not None:
-        query = scale_queries(query, key, attention_mask, state.scales)
+        query = scale_queries(
+            query, key, attention_mask, state.scales, kwargs.get("sliding_window")
+        )
     if state.observers:
         _notify_observers(state, module, query, key, value, attention_mask, kwargs)
-    return (state.backend or backend)(module, query, key, value, attention_mask, **kwargs)
+    return (state.backend or own_attention)(module, query, key, value, attention_mask, **kwargs)
 
 
-def scale_queries(q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales) -> Tensor:
+def own_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
+    """The model's own attention.
+
+    A call without a mask may still have a window, which the backends of transformers expect in the
+    mask: it is computed in blocks.
+    """
+    backend, window = default_backend(module), kwargs.get("sliding_window")
+    if attention_mask is None and window is not None and query.shape[2] > window:
+        return banded(backend, module, query, key, value, **{**kwargs, "window": window})
+    return backend(module, query, key, value, attention_mask, **kwargs)
+
+
+def scale_queries(
+    q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales, window: int | None = None
+) -> Tensor:
     """λ̂(n)·q for one layer's scales, multiplied in float32 and rounded once."""
     scales = scales.to(q.device)
     if scales.constant:
         scale = scales.base[0][:, None]  # [H, 1]
     else:
-        scale = scales.at(visible_keys(q, k, mask))[0].transpose(0, 1)  # [B or 1, H, Q]
+        scale = scales.at(visible_keys(q, k, mask, window))[0].transpose(0, 1)  # [B or 1, H, Q]
     return (q * scale[..., None]).to(q.dtype)
 
 

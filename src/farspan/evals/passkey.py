@@ -260,7 +260,7 @@ def lower_right_attention(
     # float32 has no flash kernel, and the fallback takes no grouped heads
     slow = grouped and query.dtype == torch.float32
     if attention_mask is None or slow or not plain:
-        return seam.default_backend(module)(module, query, key, value, attention_mask, **kwargs)
+        return seam.own_attention(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     scores = Scores(query, key, scaling)
     kernels = supported_kernels(scores, value)

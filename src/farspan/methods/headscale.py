@@ -181,7 +181,7 @@ def optimize_scales(
         ):
             train(task, plan, folder, on_step)
     finally:
-        seam.uninstall(model)
+        seam.remove_scales(model)
     scales = scaled.scales
     return replace(
         scales,

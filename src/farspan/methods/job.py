@@ -119,7 +119,7 @@ def scaled_loss(model: PreTrainedModel, windows: Tensor, scales: Scales) -> floa
     try:
         return float(loss_by_position(model, windows).mean())
     finally:
-        seam.uninstall(model)
+        seam.remove_scales(model)
 
 
 def lowest_loss(losses: Mapping[Name, float]) -> Name:

@@ -58,7 +58,7 @@ def full_grid(
             rows.append([float(part.mean()) for part in torch.tensor_split(curve, bins)])
             advance(1, f"λ̂ {value:g}")
     finally:
-        seam.uninstall(model)
+        seam.remove_scales(model)
     loss = np.array(rows)
     length = windows.shape[1]
     positions = (np.arange(bins) + 0.5) * length / bins

@@ -184,7 +184,7 @@ def _diagnose_scale(
             curves = measure_curves(model, cut.ids, bins=bins, name=label, after_window=advance)
     finally:
         if value is not None:
-            seam.uninstall(model)
+            seam.remove_scales(model)
     patch = find_patch(subject.source)
     return assess(
         label,

@@ -1,0 +1,205 @@
+"""The layout of a model: which layers rotate, and which see a window.
+
+A layout changes attention layer by layer without touching the config or the weights. A layer is
+written like a position of farspan's own models: `rope/512` rotates and sees the last 512 keys,
+`none` has no rotation and sees all keys. Layers that the layout does not name stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.errors import FarspanError
+
+MIN_WINDOW = 2  # transformers' sliding caches keep every key of a window of 1
+THETA = 10_000.0  # of rotation that a layout adds
+# Under these names attention modules receive cosines and sines, or complex numbers.
+ROTATION_ARGUMENTS = ("position_embeddings", "angles")
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One layer: whether it rotates, and how many keys it sees at most (None: all)."""
+
+    rotary: bool
+    window: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> LayerLayout:
+        """`rope/512` -> rotary with a window of 512 keys; `none` -> global without rotation."""
+        kind, _, window = text.partition("/") if isinstance(text, str) else ("", "", "")
+        valid = window.isdecimal() and int(window) >= MIN_WINDOW
+        if kind not in ("rope", "none") or ("/" in text and not valid):
+            raise FarspanError(
+                f"layer layout {text!r} is unknown; write it as rope, rope/512, none or none/512 "
+                f"with a window of {MIN_WINDOW} or more"
+            )
+        return cls(kind == "rope", int(window) if window else None)
+
+    def __str__(self) -> str:
+        kind = "rope" if self.rotary else "none"
+        return kind if self.window is None else f"{kind}/{self.window}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of some or all layers, by layer index."""
+
+    layers: Mapping[int, LayerLayout]
+
+    @classmethod
+    def parse(cls, entries: Mapping[Any, str] | Sequence[str]) -> Layout:
+        """A layout from text: one entry per layer, or a mapping from index to entry.
+
+        >>> Layout.parse(["rope/512", "rope/512", "none"]).global_layers
+        (2,)
+        """
+        items = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
+        return cls({int(index): LayerLayout.parse(entry) for index, entry in items})
+
+    def to_json(self) -> dict[str, str]:
+        return {str(index): str(layer) for index, layer in sorted(self.layers.items())}
+
+    def then(self, later: Layout | None) -> Layout:
+        """Both layouts as one; the later one wins where both name a layer."""
+        return self if later is None else Layout({**self.layers, **later.layers})
+
+    @property
+    def global_layers(self) -> tuple[int, ...]:
+        return tuple(index for index, layer in sorted(self.layers.items()) if not layer.window)
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """The window of each layer that has one."""
+        return {index: layer.window for index, layer in self.layers.items() if layer.window}
+
+
+def limit_to_window(
+    key: Tensor, value: Tensor, mask: Tensor | None, queries: int, window: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and mask of a call whose queries see their last `window` keys only.
+
+    Without a mask, several queries stay causal from the first key: `banded` applies the window.
+    """
+    if mask is None:
+        # A single query stands at the end of the cache, several stand at its start.
+        keep = slice(-window, None) if queries == 1 else slice(None, queries)
+        return key[:, :, keep], value[:, :, keep], None
+    mask = mask[..., -key.shape[2] :]  # a windowed cache holds the last keys only
+    slots = torch.arange(key.shape[2], device=mask.device)
+    hidden = slots <= query_slots(mask)[..., None] - window
+    if mask.dtype == torch.bool:
+        return key, value, mask & ~hidden
+    return key, value, mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
+def visible_mask(mask: Tensor) -> Tensor:
+    """A boolean or additive mask as booleans: True where the key is visible."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def query_slots(mask: Tensor) -> Tensor:
+    """The place of each query among the keys, [..., Q]: the last key that its mask shows.
+
+    A static cache has empty places after it, so it is not K − Q + i. A query that sees nothing is
+    padding and stands at −1.
+    """
+    slots = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(visible_mask(mask), slots, -1).amax(-1)
+
+
+def banded(
+    attention: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within a window, computed in blocks of one window.
+
+    The queries of a block see keys of their own block and of the one before. All blocks after the
+    first are one call with one mask [window, 2·window], so memory grows with the length alone.
+    """
+    batch, length = query.shape[0], query.shape[2]
+    first, _ = attention(
+        module, *(part[:, :, :window] for part in (query, key, value)), None, **options
+    )
+    blocks = -(-length // window)
+    padding = (0, 0, 0, blocks * window - length)
+    query, key, value = (nn.functional.pad(part, padding) for part in (query, key, value))
+
+    def as_batch(part: Tensor) -> Tensor:  # [B, H, blocks, rows, D] -> [B·blocks, H, rows, D]
+        return part.transpose(1, 2).flatten(0, 1)
+
+    rows = torch.arange(window, device=query.device)
+    keys = torch.arange(2 * window, device=query.device)
+    distance = rows[:, None] + window - keys
+    mask = ((distance >= 0) & (distance < window))[None, None]
+    rest, _ = attention(
+        module,
+        as_batch(query[:, :, window:].unflatten(2, (-1, window))),
+        *(as_batch(part.unfold(2, 2 * window, window).transpose(-1, -2)) for part in (key, value)),
+        mask,
+        **options,
+    )
+    rest = rest.unflatten(0, (batch, -1)).flatten(1, 2)
+    return torch.cat((first, rest), dim=1)[:, :length], None
+
+
+def rotate_by_slot(
+    query: Tensor, key: Tensor, mask: Tensor | None, theta: float = THETA
+) -> tuple[Tensor, Tensor]:
+    """Rotary encoding of queries and keys by their places among the keys.
+
+    Scores depend on distances alone, and a place differs from a position by the same number for
+    all keys of a text, whatever padding, packing or cache it has.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    slots = torch.arange(keys, device=query.device)
+    if mask is None:
+        own = slots[-1:] if queries == 1 else slots[:queries]
+    else:
+        own = query_slots(mask)
+    return _rotate(query, own, theta), _rotate(key, slots, theta)
+
+
+def _rotate(x: Tensor, slots: Tensor, theta: float) -> Tensor:
+    half = x.shape[-1] // 2
+    powers = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    angles = slots[..., None].float() * theta**-powers
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x[..., :half].float(), x[..., half:].float()
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def drop_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """A forward pre-hook: the attention module receives an identity instead of its rotation."""
+    kept = {
+        name: _identity(value) if name in ROTATION_ARGUMENTS else value
+        for name, value in kwargs.items()
+    }
+    # Families that pass it by position pass the hidden states first, which no rotation looks like.
+    return tuple(_identity(value) if _is_rotation(value) else value for value in args), kept
+
+
+def _is_rotation(value: Any) -> bool:
+    pair = isinstance(value, tuple) and len(value) == 2
+    return pair and all(isinstance(part, Tensor) for part in value)
+
+
+def _identity(rotation: Any) -> Any:
+    """No rotation in the form of this one; YaRN's factor on cosines and sines is gone too."""
+    if isinstance(rotation, Tensor):  # complex numbers, in Llama 4
+        return torch.ones_like(rotation)
+    if _is_rotation(rotation):
+        return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
+    return rotation

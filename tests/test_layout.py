@@ -1,0 +1,418 @@
+"""Layouts: windows and rotation by layer, on every family, under every kind of cache and mask."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers as hf
+from transformers import DynamicCache, StaticCache
+
+from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import seam
+from farspan.attention.entropy import EntropyByPosition
+from farspan.attention.layout import LayerLayout, Layout
+from farspan.attention.patch import Patch, fingerprint, set_layout, set_rope
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.errors import CorruptError, FarspanError
+from farspan.model import FarspanConfig, FarspanForCausalLM
+
+LENGTH, WINDOW = 33, 3
+LAYOUT_POSITIONS = {"rope", "none"}
+SUPPORTED = [family for family in FAMILIES if set(family.positions) <= LAYOUT_POSITIONS]
+ROTARY = [family for family in SUPPORTED if set(family.positions) == {"rope"}]
+# Layers that keep a state of the past besides keys run without a cache only, or with their own.
+RECURRENT = ("granitemoehybrid", "nemotron-h", "kimi-linear")
+every_family = pytest.mark.parametrize("family", SUPPORTED, ids=lambda family: family.name)
+
+
+def family_named(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def windowed(model, window: int = WINDOW) -> Layout:
+    """Every layer keeps its rotation, or its lack of it, and sees a window."""
+    return Layout(
+        {layer.index: LayerLayout(layer.position == "rope", window) for layer in probe(model)}
+    )
+
+
+def swan(model, window: int = WINDOW) -> Layout:
+    """Rotary windows, and every layer that sees all keys by itself global without rotation."""
+    layers = [layer.index for layer in probe(model) if layer.window is None]
+    return Layout(
+        {
+            index: LayerLayout(index != layers[-1], None if index == layers[-1] else window)
+            for index in layers
+        }
+    )
+
+
+@every_family
+@torch.no_grad()
+def test_a_window_equals_a_mask_at_every_attention_call(family: Family):
+    model, ids = family.build(), tokens(LENGTH)
+    expected = logits_with_band(model, ids, WINDOW)
+    set_layout(model, windowed(model))
+    assert (model(ids, use_cache=False).logits - expected).abs().max() < 1e-5
+    assert [layer.window for layer in probe(model)] == [WINDOW] * len(family.positions)
+    assert tuple(layer.position for layer in probe(model)) == family.positions
+
+
+def logits_with_band(model, ids: torch.Tensor, window: int) -> torch.Tensor:
+    """The logits with a banded mask, and the model's own mask, at every attention call."""
+
+    def attend(module, query, key, value, mask, **options):
+        length = query.shape[2]
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        visible = ((distance >= 0) & (distance < window))[None, None]
+        if mask is not None and mask.dtype != torch.bool:
+            visible = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+        elif mask is not None:
+            visible = visible & mask
+        return seam.own_attention(module, query, key, value, visible, **options)
+
+    with seam.using(model, attend):
+        return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", ROTARY, ids=lambda family: family.name)
+@torch.no_grad()
+def test_removed_rotation_equals_zero_frequencies(family: Family):
+    model, ids = family.build(), tokens(LENGTH)
+    reference = copy.deepcopy(model)
+    set_rope(reference, {"rope_type": "none"})
+    expected = reference(ids, use_cache=False).logits
+    base = model(ids, use_cache=False).logits
+    config = model.config.to_dict()
+    own = [layer.window for layer in probe(model)]
+    layers = {
+        layer.index: LayerLayout(False, layer.window if layer.window else None)
+        for layer in probe(model)
+    }
+    set_layout(model, Layout(layers))
+    assert (model(ids, use_cache=False).logits - expected).abs().max() < 1e-6
+    assert [layer.position for layer in probe(model)] == ["none"] * 4
+    assert [layer.window for layer in probe(model)] == own
+    seam.uninstall(model)
+    assert torch.equal(model(ids, use_cache=False).logits, base)
+    assert model.config.to_dict() == config
+
+
+LAYOUTS = [
+    ["rope/5", "rope/5", "rope/5", "none"],
+    ["none", "rope/4", "none", "rope/4"],
+    ["rope/2"] * 4,
+    ["none"] * 4,
+    ["rope", "rope/7", "rope/7", "rope"],
+]
+
+
+@pytest.mark.parametrize("positions", LAYOUTS, ids=str)
+@pytest.mark.parametrize("start", ["farspan-rope", "farspan-none", "llama"])
+@torch.no_grad()
+def test_a_live_layout_equals_our_model_with_that_layout(start: str, positions: list[str]):
+    model, ids = family_named(start).build(), tokens(LENGTH)
+    native = FarspanForCausalLM(
+        FarspanConfig(**{**SHAPE, "position": positions, "tie_word_embeddings": start != "llama"})
+    ).eval()
+    native.load_state_dict(model.state_dict())
+    layout = Layout.parse(positions)
+    set_layout(model, layout)
+    expected = native(ids, use_cache=False).logits
+    assert (model(ids, use_cache=False).logits - expected).abs().max() < 1e-5
+    observed = [(layer.position, layer.window) for layer in probe(model)]
+    assert observed == [(layer.position, layer.window) for layer in probe(native)]
+
+
+def test_a_model_that_has_the_layout_already_is_not_changed():
+    model = family_named("farspan-swan").build()
+    expected = model(tokens(LENGTH), use_cache=False).logits
+    set_layout(model, Layout.parse(["rope/8", "rope/8", "rope/8", "none"]))
+    assert (model(tokens(LENGTH), use_cache=False).logits - expected).abs().max() < 1e-6
+
+
+CACHES = {
+    "windowed": seam.make_cache,
+    "plain": lambda model: DynamicCache(),
+    "config": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 9),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "family", [family for family in SUPPORTED if family.name not in RECURRENT], ids=lambda f: f.name
+)
+@torch.no_grad()
+def test_caches_and_chunks_change_nothing(family: Family, cache: str, chunk: int):
+    if family.name == "llama4" and cache != "plain":
+        pytest.skip("transformers' own chunked caches need the mask of its generate")
+    model, ids = family.build(), tokens(LENGTH)
+    if cache == "plain" and any(layer.window for layer in probe(model)):
+        pytest.skip("a family with windows of its own needs a cache made from its config")
+    layout = swan(model)
+    set_layout(model, layout)
+    seam.install(model, growing_scales(model))
+    expected = model(ids, use_cache=False).logits
+    past, parts = CACHES[cache](model), []
+    for start in range(0, LENGTH, chunk):
+        piece = ids[:, start : start + chunk]
+        parts.append(model(piece, past_key_values=past, use_cache=True).logits)
+    assert (torch.cat(parts, dim=1) - expected).abs().max() < 2e-5
+    if cache == "windowed":
+        kept = {index: past.layers[index].keys.shape[2] for index in layout.windows}
+        assert kept == dict.fromkeys(layout.windows, WINDOW - 1)
+
+
+def growing_scales(model) -> Scales:
+    layers = probe(model)
+    table = 1 + torch.rand(len(layers), layers[0].heads, generator=torch.Generator().manual_seed(3))
+    return Scales(tuple(layer.index for layer in layers), table, table / 4, "log", 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "farspan-rope", "farspan-none", "gemma3", "gemma2"])
+@torch.no_grad()
+def test_padding_and_packing_change_nothing(name: str):
+    model = family_named(name).build()
+    set_layout(model, swan(model))
+    seam.install(model, growing_scales(model))
+    ids = tokens(LENGTH, batch=1)
+    expected = model(ids, use_cache=False).logits
+    padded = torch.cat((torch.zeros(1, 6, dtype=torch.long), ids), dim=1)
+    mask = torch.cat((torch.zeros(1, 6, dtype=torch.long), torch.ones_like(ids)), dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[
+        :, 6:
+    ]
+    assert (logits - expected).abs().max() < 2e-5
+    two = torch.cat((ids, tokens(LENGTH, batch=1, seed=4)), dim=1)
+    positions = torch.arange(LENGTH).repeat(2)[None]
+    packed = model(two, position_ids=positions, use_cache=False).logits
+    assert (packed[:, :LENGTH] - expected).abs().max() < 2e-5
+    second = model(two[:, LENGTH:], use_cache=False).logits
+    assert (packed[:, LENGTH:] - second).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "farspan-none", "qwen3", "gpt-neox"])
+@torch.no_grad()
+def test_generate_decodes_what_the_whole_text_predicts(name: str):
+    model = family_named(name).build()
+    set_layout(model, swan(model))
+    for options in ({}, {"cache_implementation": "static"}, {"past_key_values": "windowed"}):
+        if "past_key_values" in options:
+            options = {"past_key_values": seam.make_cache(model)}
+        ids = model.generate(tokens(9, batch=1), max_new_tokens=12, do_sample=False, **options)
+        predicted = model(ids, use_cache=False).logits.argmax(-1)
+        assert ids[0, 9:].tolist() == predicted[0, 8:-1].tolist()
+
+
+@torch.no_grad()
+def test_windows_come_before_scales_and_observers():
+    """A scale that grows with the number of visible keys stops growing at the window."""
+    model = family_named("farspan-none").build()
+    set_layout(model, Layout({index: LayerLayout(False, WINDOW) for index in range(4)}))
+    counts = []
+
+    def record(call: seam.Call) -> None:
+        window = call.options.get("sliding_window")
+        counts.append(seam.visible_keys(call.q, call.k, call.mask, window)[0].tolist())
+
+    ids = tokens(9, batch=1)
+    with seam.observing(model, record):
+        model(ids, use_cache=False)
+        model(ids, attention_mask=torch.cat((torch.zeros(1, 2), torch.ones(1, 7)), 1).long())
+    assert counts[:4] == [[1, 2, 3, 3, 3, 3, 3, 3, 3]] * 4
+    assert counts[4:] == [[0, 0, 1, 2, 3, 3, 3, 3, 3]] * 4
+
+
+@torch.no_grad()
+def test_entropy_is_measured_inside_the_window():
+    model, ids = family_named("farspan-none").build(), tokens(LENGTH)
+    set_layout(model, windowed(model))
+    native = FarspanForCausalLM(FarspanConfig(**{**SHAPE, "position": f"none/{WINDOW}"})).eval()
+    native.load_state_dict(model.state_dict())
+    profiles = []
+    for each in (model, native):
+        profiles.append(EntropyByPosition(LENGTH))
+        with seam.observing(each, profiles[-1]):
+            each(ids, use_cache=False)
+    fused = EntropyByPosition(LENGTH)
+    with seam.using(model, fused.fused_backend(model)):
+        logits = model(ids, use_cache=False).logits
+    assert (logits - model(ids, use_cache=False).logits).abs().max() < 1e-6
+    for layer in range(4):
+        for profile in (profiles[0], fused):
+            difference = profile.entropy[layer] - profiles[1].entropy[layer]
+            assert difference.abs().max() < 1e-5
+
+
+def test_gradients_flow_through_windows():
+    model, ids = family_named("llama").build(), tokens(LENGTH)
+    native = FarspanForCausalLM(
+        FarspanConfig(**{**SHAPE, "position": "rope/5", "tie_word_embeddings": False})
+    )
+    native.load_state_dict(model.state_dict())
+    set_layout(model, windowed(model, 5))
+    for each in (model, native):
+        each(ids, labels=ids, use_cache=False).loss.backward()
+    expected = dict(native.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name].grad).abs().max() < 1e-6, name
+
+
+@torch.no_grad()
+def test_layout_survives_scales_copies_and_blocks():
+    model, ids = family_named("llama").build(), tokens(LENGTH)
+    base = model(ids, use_cache=False).logits
+    set_layout(model, swan(model))
+    expected = model(ids, use_cache=False).logits
+    twin = copy.deepcopy(model)
+    seam.install(model, growing_scales(model))
+    assert not torch.equal(model(ids, use_cache=False).logits, expected)
+    seam.remove_scales(model)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    with seam.observing(model, lambda call: None):
+        pass
+    assert seam.installed_layout(model) == seam.installed_layout(twin)
+    seam.uninstall(model)
+    assert torch.equal(model(ids, use_cache=False).logits, base)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(twin(ids, use_cache=False).logits, expected), "a copy has its own hooks"
+    seam.uninstall(twin)
+    assert torch.equal(twin(ids, use_cache=False).logits, base)
+
+
+def test_no_mask_of_queries_by_keys_without_a_cache():
+    """At 64K tokens such a mask would be 4 GiB; windows use blocks instead."""
+    model = family_named("llama").build()
+    set_layout(model, windowed(model, 8))
+    sizes = []
+
+    def attend(module, query, key, value, mask, **options):
+        sizes.append(mask)
+        return seam.own_attention(module, query, key, value, mask, **options)
+
+    with seam.using(model, attend), torch.no_grad():
+        model(tokens(LENGTH), use_cache=False)
+    assert sizes == [None] * 4
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if not set(family.positions) <= LAYOUT_POSITIONS],
+    ids=lambda family: family.name,
+)
+def test_other_positions_are_refused_and_the_model_is_unchanged(family: Family):
+    model, ids = family.build(), tokens()
+    expected = model(ids, use_cache=False).logits
+    index = next(
+        i for i, position in enumerate(family.positions) if position not in LAYOUT_POSITIONS
+    )
+    with pytest.raises(FarspanError, match=f"layer {index} .* positions; a layout changes only"):
+        set_layout(model, Layout({index: LayerLayout(True, 4)}))
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_a_family_that_hands_over_no_rotation_is_refused(monkeypatch):
+    model, ids = family_named("llama").build(), tokens()
+    expected = model(ids, use_cache=False).logits
+    monkeypatch.setattr("farspan.attention.layout.ROTATION_ARGUMENTS", ())
+    with pytest.raises(FarspanError, match="does not hand the rotation to its attention modules"):
+        set_layout(model, Layout({0: LayerLayout(False)}))
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert seam.installed_layout(model) is None
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_layer_cannot_see_more_than_its_config_lets_it(name: str):
+    model = family_named(name).build()
+    with pytest.raises(FarspanError, match="sees 8 keys by its config, so it cannot become none"):
+        set_layout(model, Layout({0: LayerLayout(False)}))
+
+
+@pytest.mark.parametrize("text", ["rope/1", "rope/", "rope/x", "alibi", "", "none/-3", 5, None])
+def test_unknown_layer_layouts_are_refused(text):
+    with pytest.raises(FarspanError, match="is unknown; write it as rope, rope/512"):
+        LayerLayout.parse(text)
+
+
+# Patches with a layout
+
+
+def test_a_patch_carries_the_layout(tmp_path):
+    model, ids = family_named("llama").build(), tokens(LENGTH)
+    layout = swan(model)
+    weights = {"model.norm.weight": model.model.norm.weight.detach() * 1.5}
+    patch = Patch("swan", fingerprint(model), 256, 64, layout=layout, weights=weights)
+    patch.save(tmp_path / "patch")
+    record = json.loads((tmp_path / "patch" / "patch.json").read_text())
+    assert record["format"] == 2
+    assert record["layout"] == {"0": "rope/3", "1": "rope/3", "2": "rope/3", "3": "none"}
+    loaded = Patch.load(tmp_path / "patch")
+    assert loaded.layout == layout
+    first, second = copy.deepcopy(model), model
+    patch.apply(first)
+    loaded.apply(second)
+    with torch.no_grad():
+        assert torch.equal(first(ids, use_cache=False).logits, second(ids, use_cache=False).logits)
+
+
+def test_patches_without_a_layout_keep_the_format_of_older_releases(tmp_path):
+    model = family_named("llama").build()
+    scales = Scales.uniform(1.1, range(4), 4)
+    Patch("test", fingerprint(model), 256, 64, scales).save(tmp_path / "patch")
+    assert json.loads((tmp_path / "patch" / "patch.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("layout", [{"0": "rope/1"}, {"x": "rope"}, {"0": 5}, [1], "none", None])
+def test_a_damaged_layout_is_named(tmp_path, layout):
+    model = family_named("llama").build()
+    patch = Patch("swan", fingerprint(model), 256, 64, layout=swan(model))
+    patch.save(tmp_path / "patch")
+    file = tmp_path / "patch" / "patch.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layout": layout}))
+    with pytest.raises(CorruptError, match="is not a complete patch"):
+        Patch.load(tmp_path / "patch")
+
+
+def test_patches_join_their_layouts():
+    model = family_named("llama").build()
+    parts = {"model": fingerprint(model), "target": 256, "train_length": 64}
+    swan_patch = Patch("swan", **parts, layout=swan(model))
+    scaled = Patch("headscale", **parts, scales=Scales.uniform(1.1, (3,), 4))
+    joined = swan_patch.then(scaled)
+    assert joined.method == "swan+headscale"
+    assert joined.layout == swan(model)
+    assert joined.scales is not None
+    other = Patch("other", **parts, layout=Layout({3: LayerLayout(True, 9)}))
+    assert str(swan_patch.then(other).layout.layers[3]) == "rope/9"
+
+
+def test_swan_layouts_of_stock_smollm3_match(tmp_path):
+    """SmolLM3 has the same layout by its config."""
+    ids = tokens(LENGTH)
+    stock = hf.SmolLM3ForCausalLM(
+        hf.SmolLM3Config(
+            **SHAPE,
+            no_rope_layers=[1, 1, 1, 0],
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+            use_sliding_window=True,
+            sliding_window=5,
+        )
+    ).eval()
+    llama = hf.LlamaForCausalLM(
+        hf.LlamaConfig(**SHAPE, rope_parameters=stock.config.rope_parameters)
+    )
+    llama.load_state_dict(stock.state_dict())
+    set_layout(llama.eval(), Layout.parse(["rope/5"] * 3 + ["none"]))
+    with torch.no_grad():
+        expected = stock(ids, use_cache=False).logits
+        assert (llama(ids, use_cache=False).logits - expected).abs().max() < 1e-5
