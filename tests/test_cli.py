@@ -242,6 +242,9 @@ def set_width(monkeypatch):
     return set_width
 
 
+SAME_CACHE = {key: {"at_target": 4096, "per_token": 4} for key in ("before", "after")}
+
+
 @pytest.mark.parametrize(
     ("base", "line"),
     [
@@ -255,7 +258,9 @@ def set_width(monkeypatch):
 def test_uniform_scale_is_shown_as_one_number(capsys, base, line):
     patch = Patch("test", "", 1024, 512, Scales((0, 1), base))
     show_extension(
-        ExtendResult(patch, Path("p"), {"loss@512": 3.0}, {"loss@512": 2.9}, {}, 0.0, 1.0, ())
+        ExtendResult(
+            patch, Path("p"), {"loss@512": 3.0}, {"loss@512": 2.9}, {}, SAME_CACHE, 0.0, 1.0, ()
+        )
     )
     assert line in capsys.readouterr().out
 

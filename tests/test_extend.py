@@ -39,6 +39,7 @@ from farspan.methods.registry import (
 from farspan.methods.rope import ROPE_SCALINGS, fit_rope, rope_override
 from farspan.methods.rope import _rope_parameters as rope_parameters
 from farspan.methods.schedules import SCHEDULES, fit_schedule
+from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import fit_log, full_grid, uniform
 from farspan.model.loss import mean_loss, token_losses
@@ -326,15 +327,16 @@ def test_factor_of_one_changes_nothing_and_existing_scaling_is_kept(existing):
         for method in ROPE_SCALINGS if existing is None else ("ntk",):
             with rope_override(model, rope_parameters(model, job_for(model), method, 1.0)):
                 assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-6), method
+    candidates = registry.candidate_methods(["auto"], layers, model, job_for(model))
     if existing is None:
-        assert registry._auto_candidates(layers, config) == ["ntk", "yarn"]
+        assert candidates == ["ntk", "yarn"]
         return
-    assert registry._auto_candidates(layers, config) == ["ntk", "uniform"]
-    assert not registry.check_compatible(["ntk"], layers, config, "m")
+    assert candidates == ["ntk", "uniform"]
+    assert not registry.check_compatible(["ntk"], layers, config, "m", ExtendConfig())
     for method in ("pi", "yarn", "dynamic-ntk"):
         message = f"the rotation of m is already scaled .{existing}., and {method} would replace"
         with pytest.raises(FarspanError, match=message):
-            registry.check_compatible([method, "headscale"], layers, config, "m")
+            registry.check_compatible([method, "headscale"], layers, config, "m", ExtendConfig())
 
 
 def test_rope_methods_refuse_models_that_rotate_only_in_sliding_windows():
@@ -466,22 +468,29 @@ def _no_figures(monkeypatch):
 FEW = ExtendConfig(choose_windows=2, report_windows=2, passkeys=0)
 SEARCHED = replace(FEW, search=QUICK)
 TUNED = replace(FEW, tuning=TuningConfig(steps=2, batch=2, micro_batch=2))
-RECIPES = {"headscale": SEARCHED, "headlog": SEARCHED, "drope": TUNED}
+CONVERTED = replace(TUNED, swan=SwanConfig(measured_rows=1, window=8))
+RECIPES = {
+    "headscale": SEARCHED,
+    "headlog": SEARCHED,
+    "drope": TUNED,
+    "continue": TUNED,
+    "swan": CONVERTED,
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_a_proven_patch(tiny, tmp_path, method):
-    source = tiny / ("rope" if method in registry.ROPE_METHODS else "none")
+    source = tiny / ("none" if method in registry.SCALE_METHODS else "rope")
     recipe = RECIPES.get(method, FEW)
     result = extend(source, 128, tmp_path / "patch", method, data=tiny / "text.txt", recipe=recipe)
     assert result.proof == pytest.approx(0, abs=1e-4)
     assert set(result.before) == {"loss@32", "loss@64", "loss@128"}
     model, _ = farspan.load(tmp_path / "patch")
-    assert seam.installed(model) == (method in registry.SCALE_METHODS)
+    assert seam.installed(model) == (method == "swan" or method in registry.SCALE_METHODS)
     patch = json.loads((tmp_path / "patch" / "patch.json").read_text())
     assert (patch["target"], patch["train_length"]) == (128, 64)
     assert patch["model"]["name"] == str(source)
-    assert {"scales", "rope"} & set(patch)
+    assert {"scales", "rope", "layout", "weights"} & set(patch)
     files = {path.name for path in (tmp_path / "patch").iterdir()}
     assert {"patch.json", "recipe.toml", "record.json", "before_after"} <= files
     record = json.loads((tmp_path / "patch" / "record.json").read_text())

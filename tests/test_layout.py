@@ -302,6 +302,31 @@ def test_no_mask_of_queries_by_keys_without_a_cache():
     assert sizes == [None] * 4
 
 
+@torch.no_grad()
+def test_a_compiled_decoding_step_is_one_graph():
+    model, ids = family_named("llama").build(), tokens(LENGTH)
+    set_layout(model, swan(model))
+    expected = model(ids, use_cache=False).logits
+    past = StaticCache(config=model.config, max_cache_len=LENGTH + 9)
+    model(ids[:, : LENGTH - 1], past_key_values=past, use_cache=True)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    last = step(ids[:, -1:], past_key_values=past, use_cache=True).logits
+    assert (last - expected[:, -1:]).abs().max() < 1e-5
+
+
+def test_windows_read_only_the_keys_that_they_show():
+    """A chunk after a long cache costs what its window costs, not what the cache holds."""
+    model, ids = family_named("llama").build(), tokens(LENGTH)
+    set_layout(model, windowed(model))
+    sizes = []
+    with seam.observing(model, lambda call: sizes.append(call.k.shape[2])), torch.no_grad():
+        past = DynamicCache()
+        model(ids[:, :20], past_key_values=past, use_cache=True)
+        model(ids[:, 20:24], past_key_values=past, use_cache=True)
+        model(ids[:, 24:25], past_key_values=past, use_cache=True)
+    assert sizes == [20] * 4 + [4 + WINDOW - 1] * 4 + [WINDOW] * 4
+
+
 # What is refused
 
 

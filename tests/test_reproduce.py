@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import method_losses
-from farspan.report.study_tables import loss_table, study_report
+from farspan.report.study_tables import loss_table, paired_table, study_report
 from farspan.report.style import save
 from farspan.workflows import reproduce as reproduce_workflow
 from farspan.workflows.reproduce import reproduce, summarize
@@ -347,6 +348,35 @@ def test_study_of_variants_only_is_drawn(tiny, monkeypatch):
     overrides = ['methods.nope-twin=["headscale:search.init=1.2"]', "grids=[]", "seeds=[0]"]
     reproduce(str(tiny / "study.toml"), overrides, tiny / "out")
     assert (tiny / "out" / "loss.png").exists()
+
+
+def test_same_tokens_are_scored_with_every_context(tiny):
+    """The last tokens of each window: with the longest context, as in the curve of the loss."""
+    swan = "swan:swan.layers=even,swan.sharpen=false,swan.tokens=64,tuning.batch=1"
+    overrides = [f'methods.nope-twin=["none", "{swan}"]', "grids=[]", "same_tokens=16"]
+    base, converted = reproduce(str(tiny / "study.toml"), [*overrides, "seeds=[0]"], tiny / "out")
+    length = base["train_length"]
+    for result in (base, converted):
+        losses = result["same_tokens"]["books_val"]
+        assert list(map(int, losses)) == [length, 2 * length]
+        assert np.mean(losses[str(2 * length)]) == pytest.approx(
+            np.mean(result["loss"]["books_val"][-1]), rel=0.2
+        )
+    assert converted["patch"]["layout"]
+    assert base["same_tokens"] != converted["same_tokens"]
+    assert "on the same tokens" in (tiny / "out" / "tables.md").read_text()
+
+
+def test_paired_differences_have_intervals_over_windows():
+    base, patched = make_result("a", "none", 512), make_result("a", "swan", 512)
+    base["same_tokens"] = {"text": {"512": [3.0, 4.0, 5.0], "1024": [4.0, 5.0, 7.0]}}
+    patched["same_tokens"] = {"text": {"512": [3.1, 4.1, 5.1], "1024": [3.0, 4.1, 5.2]}}
+    header, rows = paired_table([base, patched], "text")
+    assert header[3:] == ["512", "1024"]
+    assert rows[0][3] == "+0.000 ± 0.000"
+    assert rows[1][3] == "+0.100 ± 0.000"
+    assert rows[1][4] == "+0.100 ± 0.113"
+    assert paired_table([patched], "text")[1] == [], "without the model as trained"
 
 
 def test_study_needs_only_the_files_that_it_reads(tiny, monkeypatch):

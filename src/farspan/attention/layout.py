@@ -92,12 +92,41 @@ def limit_to_window(
         # A single query stands at the end of the cache, several stand at its start.
         keep = slice(-window, None) if queries == 1 else slice(None, queries)
         return key[:, :, keep], value[:, :, keep], None
-    mask = mask[..., -key.shape[2] :]  # a windowed cache holds the last keys only
-    slots = torch.arange(key.shape[2], device=mask.device)
+    start, mask = _window_of_mask(mask, key.shape[2], window)
+    return key[:, :, start:], value[:, :, start:], mask
+
+
+def _window_of_mask(mask: Tensor, keys: int, window: int) -> tuple[int, Tensor]:
+    """The first of the last `keys` keys that any query sees, and the mask from there on.
+
+    All layers receive the same mask, so the result is kept with it. A compiled graph reads no
+    values and keeps all keys.
+    """
+    if torch.compiler.is_compiling():
+        return 0, _hide_beyond(mask[..., -keys:], window)
+    kept = mask.__dict__.setdefault("_farspan_windows", {})
+    if (keys, window) not in kept:
+        part = mask[..., -keys:]  # a windowed cache holds the last keys only
+        start = _first_visible(part, window)
+        kept[keys, window] = start, _hide_beyond(part, window)[..., start:]
+    return kept[keys, window]
+
+
+def _hide_beyond(mask: Tensor, window: int) -> Tensor:
+    slots = torch.arange(mask.shape[-1], device=mask.device)
     hidden = slots <= query_slots(mask)[..., None] - window
     if mask.dtype == torch.bool:
-        return key, value, mask & ~hidden
-    return key, value, mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
+def _first_visible(mask: Tensor, window: int) -> int:
+    """The first key in the window of any query; 0 while a CUDA graph is recorded."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    slots = query_slots(mask)
+    slots = slots[slots >= 0]  # padding sees nothing
+    return max(0, int(slots.min()) - window + 1) if len(slots) else 0
 
 
 def visible_mask(mask: Tensor) -> Tensor:

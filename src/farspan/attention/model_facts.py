@@ -42,6 +42,14 @@ def default_scaled_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
     return without or tuple(layer.index for layer in layers)
 
 
+def cache_bytes(layers: Sequence[Layer], tokens: int, element_size: int) -> int:
+    """The size of the cached keys and values of one text; a window keeps no more than its keys."""
+    return sum(
+        2 * layer.kv_heads * layer.head_dim * min(tokens, layer.window or tokens) * element_size
+        for layer in layers
+    )
+
+
 def claimed_position(config: PreTrainedConfig, layer: int) -> str:
     """The position encoding of a layer by its config, which may be silent or wrong.
 

@@ -68,11 +68,13 @@ class Scores:
     def rows(self, start: int, stop: int, step: int, dtype: torch.dtype) -> Tensor:
         """Scores of query rows start:stop:step, [B, H, rows, keys]; masked keys are HIDDEN.
 
-        Keys that no row of a causal call sees are left out."""
+        Keys that no row of a causal call, or of its window, sees are left out."""
         q, k = self.q[:, :, start:stop:step], self.k
         rows = torch.arange(start, stop, step, device=q.device) + (k.shape[2] - self.q.shape[2])
+        first = 0
         if self.mask is None:
-            k = k[:, :, : int(rows[-1]) + 1]
+            first = max(0, int(rows[0]) - self.window + 1) if self.window is not None else 0
+            k = k[:, :, first : int(rows[-1]) + 1]
         scores = self._products(q.to(dtype), k.to(dtype))
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
@@ -81,7 +83,7 @@ class Scores:
         if self.position_bias is not None:
             scores += self.position_bias[:, :, start:stop:step, : k.shape[2]].to(dtype)
         if self.mask is None:
-            distance = rows[:, None] - torch.arange(k.shape[2], device=q.device)
+            distance = rows[:, None] - first - torch.arange(k.shape[2], device=q.device)
             hidden = distance < 0
             if self.window is not None:
                 hidden |= distance >= self.window

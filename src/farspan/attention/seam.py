@@ -182,10 +182,21 @@ def make_cache(model: PreTrainedModel) -> DynamicCache:
 
 def remove_scales(model: PreTrainedModel) -> PreTrainedModel:
     """Remove the scales, and take the model off the seam if nothing else is attached."""
-    states = attached_states(model)
-    for state in states:
+    for state in attached_states(model):
         state.scales = None
-    return model if any(state.in_use for state in states) else uninstall(model)
+    return _uninstall_unused(model)
+
+
+def remove_layout(model: PreTrainedModel) -> PreTrainedModel:
+    """Remove the layout, and take the model off the seam if nothing else is attached."""
+    for state in attached_states(model):
+        _clear_layout(state)
+    return _uninstall_unused(model)
+
+
+def _uninstall_unused(model: PreTrainedModel) -> PreTrainedModel:
+    in_use = any(state.in_use for state in attached_states(model))
+    return model if in_use else uninstall(model)
 
 
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,6 +11,8 @@ from rich.table import Table
 
 from farspan.cli.console import (
     console,
+    format_duration,
+    make_facts,
     make_table,
     print_json,
     print_line,
@@ -21,6 +23,7 @@ from farspan.cli.options import (
     AsJson,
     BaseModel,
     Device,
+    DryRun,
     Position,
     TrainLength,
     TrustRemoteCode,
@@ -32,7 +35,7 @@ from farspan.signals import stoppable
 
 if TYPE_CHECKING:
     from farspan.attention.patch import Patch
-    from farspan.workflows.extend import ExtendResult
+    from farspan.workflows.extend import ExtendEstimate, ExtendResult
 
 
 Target = Annotated[
@@ -43,8 +46,8 @@ Method = Annotated[
     typer.Option(
         metavar="NAME",
         help="Attention scales: uniform, headscale, headlog, piecewise, logn, llama4, ssmax. "
-        "RoPE: pi, ntk, dynamic-ntk, yarn, drope. Two can be joined, e.g. yarn+headscale. "
-        "auto tries those that suit the model and keeps the best.",
+        "RoPE: pi, ntk, dynamic-ntk, yarn, drope. Weights: swan, continue. Two can be joined, e.g. "
+        "yarn+headscale. auto tries those that suit the model and keeps the best.",
     ),
 ]
 Data = Annotated[
@@ -69,6 +72,7 @@ def extend_command(
     method: Method = "auto",
     data: Data = None,
     recipe: RecipeName = None,
+    dry_run: DryRun = False,
     device: Device = None,
     as_json: AsJson = False,
     train_length: TrainLength = None,
@@ -81,23 +85,26 @@ def extend_command(
     """
     from farspan.lengths import parse_length
     from farspan.progress import bars
-    from farspan.workflows.extend import DEFAULT_TEXT, extend
+    from farspan.workflows.extend import DEFAULT_TEXT, estimate_extension, extend
 
+    options: dict[str, Any] = {
+        "data": parse_data(data) if data else DEFAULT_TEXT,
+        "recipe": recipe,
+        "overrides": overrides or [],
+        "train_length": train_length,
+        "position": position,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
+    target = parse_length(to)
     with stoppable(f"nothing was written to {out} yet"), bars() as progress:
-        extension = extend(
-            model,
-            parse_length(to),
-            out,
-            method,
-            data=parse_data(data) if data else DEFAULT_TEXT,
-            recipe=recipe,
-            overrides=overrides or [],
-            train_length=train_length,
-            position=position,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-        )
+        if dry_run:
+            estimate = estimate_extension(model, target, method, progress=progress, **options)
+        else:
+            extension = extend(model, target, out, method, progress=progress, **options)
+    if dry_run:
+        show_estimate(estimate, as_json)
+        return
     if as_json:
         print_json(
             {
@@ -111,9 +118,37 @@ def extend_command(
         show_extension(extension)
 
 
+def show_estimate(estimate: ExtendEstimate, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    if as_json:
+        print_json({**asdict(estimate), "seconds_at_least": estimate.seconds})
+        return
+    facts = make_facts()
+    one = len(estimate.methods) == 1
+    facts.add_row("method" if one else "auto tries", ", ".join(estimate.methods))
+    splits = ", ".join(f"{count:,} to {name}" for name, count in estimate.text.items())
+    facts.add_row("text", f"tokens: {splits}")
+    if estimate.tokens:
+        epochs = estimate.tokens / estimate.text["search"]
+        facts.add_row(
+            "trains weights",
+            f"on {estimate.tokens:,} tokens in {estimate.steps:,} steps: {epochs:.1f} epochs",
+        )
+        facts.add_row(
+            "time", f"at least {format_duration(estimate.seconds)}: {estimate.flops:.2g} FLOP"
+        )
+        facts.add_row("", f"at {estimate.rate / 1e12:.3g} TFLOP/s, measured now on matrix products")
+    else:
+        facts.add_row("trains weights", "no")
+    console.print(facts)
+    print_notes(estimate.notes)
+
+
 def show_extension(extension: ExtendResult) -> None:
     print_notes(extension.notes)
     _show_patch(extension.patch)
+    _show_details(extension)
     console.print()
     console.print(_table(extension))
     console.print()
@@ -127,7 +162,7 @@ def show_extension(extension: ExtendResult) -> None:
 def _show_patch(patch: Patch) -> None:
     import torch
 
-    from farspan.workflows.inspect import describe_rope
+    from farspan.workflows.inspect import describe_layout, describe_rope
 
     if patch.scales is not None:
         scales = patch.scales.at(torch.tensor([patch.target])).flatten()
@@ -138,6 +173,26 @@ def _show_patch(patch: Patch) -> None:
         console.print(f"[dim]attention scale λ̂[/] {spread} {length}, {heads}")
     if patch.rope is not None:
         console.print(f"[dim]RoPE[/] {escape(describe_rope(patch.rope))}")
+    if patch.layout is not None:
+        console.print(f"[dim]layout[/] {escape(describe_layout(patch.layout))}")
+
+
+def _show_details(extension: ExtendResult) -> None:
+    """What the method chose, what it trained on, and what it saves."""
+    if choice := extension.details.get("choice"):
+        print_line(f"[dim]choice[/] {escape(choice)}")
+    if plan := extension.details.get("distillation"):
+        size = f"{plan['steps']:,} steps of {plan['batch']} windows of {plan['length']:,}"
+        print_line(f"[dim]distilled on[/] {plan['tokens']:,} tokens: {size}")
+    before, after = extension.cache["before"], extension.cache["after"]
+    if after["at_target"] < before["at_target"]:
+        less = before["at_target"] / after["at_target"]
+        print_line(
+            f"[dim]KV cache at {extension.patch.target:,} tokens[/] "
+            f"{before['at_target'] / 2**20:.1f} MiB before, {after['at_target'] / 2**20:.1f} MiB "
+            f"after ({less:.1f} times less); a further token adds {before['per_token']:,} bytes "
+            f"before, {after['per_token']:,} after"
+        )
 
 
 def _table(extension: ExtendResult) -> Table:

@@ -16,7 +16,8 @@ def reproduce_command(
     study: Annotated[
         str,
         typer.Argument(
-            metavar="STUDY", help="extend-small, extend-hybrids, best-scales, or a .toml file."
+            metavar="STUDY",
+            help="extend-small, extend-hybrids, best-scales, swan, or a .toml file.",
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("folder=path/to/data")] = None,

@@ -97,6 +97,11 @@ def architecture_of(model: PreTrainedModel) -> str:
             f"farspan writes only Llama-shaped models as gguf, and this is a {config.model_type}; "
             "use --format stock and llama.cpp's own converter"
         )
+    if isinstance(model, SmolLM3ForCausalLM) and SLIDING in (config.layer_types or ()):
+        raise FarspanError(
+            "llama.cpp's smollm3 has neither sliding windows nor a choice of the layers without "
+            f"rotation, and this model has windows of {config.sliding_window} keys; {WAY_OUT}"
+        )
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise FarspanError(
             f"this {config.model_type} has biases or an activation other than silu, which farspan "
@@ -105,16 +110,12 @@ def architecture_of(model: PreTrainedModel) -> str:
     if isinstance(model, LlamaForCausalLM):
         return "llama"
     rotated = list(config.no_rope_layers)
-    if SLIDING in (config.layer_types or ()):
-        raise FarspanError(
-            f"llama.cpp supports no family of this shape with sliding windows; {WAY_OUT}"
-        )
     if not any(rotated):
         return "granite"
     if rotated != [int((layer + 1) % 4 != 0) for layer in range(len(rotated))]:
         raise FarspanError(
-            "llama.cpp supports rotation in all layers, in none, or in three of four, and these "
-            f"are {rotated}; {WAY_OUT}"
+            "llama.cpp supports rotation in all layers, in none, or in three of four (smollm3), "
+            f"and these are {rotated}; {WAY_OUT}"
         )
     return "smollm3"
 

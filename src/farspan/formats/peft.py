@@ -57,8 +57,10 @@ def ia3_vectors(model: PreTrainedModel, patch: Patch) -> dict[str, Tensor]:
     peft selects layers by the last part of their names, so layers without scales get ones.
     """
     scales = patch.scales
-    if scales is None or patch.rope is not None or patch.weights is not None:
-        if patch.rope is not None:
+    if scales is None or patch.rope or patch.weights or patch.layout:
+        if patch.layout is not None:
+            content = "a layout"
+        elif patch.rope is not None:
             content = "rope parameters"
         else:
             content = "tuned weights" if patch.weights else "no scales"

@@ -14,6 +14,7 @@ from farspan.attention.patch import Patch, set_rope
 from farspan.errors import FarspanError
 from farspan.formats.fold import fold
 from farspan.formats.gguf import FILE, read_gguf, write_gguf
+from farspan.formats.layout import ConfigLayout, config_with_layout, model_with_config
 from farspan.formats.live import save_model, write_live
 from farspan.formats.peft import read_peft, write_peft
 from farspan.formats.stock import to_stock
@@ -37,6 +38,10 @@ class ExportJob:
     def name(self) -> str:
         """The name of the base model, without paths on this disk."""
         return (self.patch.portable().name if self.patch else "") or self.path.name
+
+    @property
+    def has_layout(self) -> bool:
+        return self.patch is not None and self.patch.layout is not None
 
     def fold_scales(self) -> PreTrainedModel:
         """Take the model off the seam, and fold its scales into its weights."""
@@ -77,8 +82,12 @@ def _write_live(job: ExportJob, folder: Path) -> None:
 
 
 def _write_folded(job: ExportJob, folder: Path) -> None:
-    _refuse_removed_rotation(job)
-    save_model(job.fold_scales().to(job.dtype), job.tokenizer, folder)
+    if job.has_layout and not isinstance(job.model, FarspanForCausalLM):
+        raise FarspanError(
+            "the patch holds a layout, and only farspan's own architecture has a config for it, "
+            f"which a {job.model.config.model_type} model is not; use --format stock or live"
+        )
+    save_model(_folded_model(job).to(job.dtype), job.tokenizer, folder)
 
 
 def _write_stock(job: ExportJob, folder: Path) -> None:
@@ -97,9 +106,18 @@ def _write_gguf(job: ExportJob, folder: Path) -> None:
     write_gguf(_stock_model(job), job.tokenizer, folder / FILE, name=job.name)
 
 
+def _folded_model(job: ExportJob) -> PreTrainedModel:
+    """The model off the seam: scales in its weights, a layout in its config."""
+    if not job.has_layout:
+        _refuse_removed_rotation(job)
+        return job.fold_scales()
+    # Observed on the seam, and refused before the work of folding.
+    config = config_with_layout(job.model, ConfigLayout.observe(job.model))
+    return model_with_config(job.fold_scales(), config)
+
+
 def _stock_model(job: ExportJob) -> PreTrainedModel:
-    _refuse_removed_rotation(job)
-    model = job.fold_scales()
+    model = _folded_model(job)
     stock = to_stock(model)[0] if isinstance(model, FarspanForCausalLM) else model
     config = stock.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)

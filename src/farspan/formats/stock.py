@@ -7,6 +7,9 @@ the pattern elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from transformers import (
     LlamaConfig,
@@ -19,7 +22,7 @@ from transformers import (
 from farspan.attention import seam
 from farspan.errors import FarspanError, ProofError
 from farspan.formats.fold import LogitProof, compare_logits, logits, random_tokens
-from farspan.model.config import SLIDING, FarspanConfig
+from farspan.model.config import FULL, SLIDING, FarspanConfig
 from farspan.model.transformer import FarspanForCausalLM
 
 SHARED = (
@@ -94,16 +97,28 @@ def stock_config(config: FarspanConfig) -> LlamaConfig | SmolLM3Config:
             f"{config.rotary_fraction:g} of each; use --format live or folded"
         )
     shared = {key: getattr(config, key) for key in SHARED}
-    windowed = SLIDING in config.layer_types
+    windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
     rope = dict(config.rope_parameters) if "rope" in config.position else None
-    if rope is not None and not windowed and "none" not in config.position:
+    if rope is not None and not any(windows) and "none" not in config.position:
         return LlamaConfig(**shared, rope_parameters=rope)
+    # SmolLM3 computes rotary angles even if no layer uses them.
+    rope = rope or {"rope_type": "default", "rope_theta": 10_000.0}
+    return smollm3_config(shared, rope, config.position, windows, config.sliding_window)
+
+
+def smollm3_config(
+    shared: Mapping[str, Any],
+    rope: Mapping[str, Any],
+    positions: Sequence[str],
+    windows: Sequence[int | None],
+    window: int | None,
+) -> SmolLM3Config:
+    """A SmolLM3 config with these positions, "rope" or "none", and one size of window."""
     return SmolLM3Config(
         **shared,
-        # SmolLM3 computes rotary angles even if no layer uses them.
-        rope_parameters=rope or {"rope_type": "default", "rope_theta": 10_000.0},
-        no_rope_layers=[int(kind == "rope") for kind in config.position],
-        layer_types=list(config.layer_types),
-        use_sliding_window=windowed,
-        sliding_window=config.sliding_window,
+        rope_parameters=dict(rope),
+        no_rope_layers=[int(kind == "rope") for kind in positions],
+        layer_types=[FULL if size is None else SLIDING for size in windows],
+        use_sliding_window=window is not None,
+        sliding_window=window,
     )

@@ -6,8 +6,6 @@ tokens. Any method for models without positions can follow.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedModel
 
 from farspan.attention.patch import Patch
@@ -20,9 +18,7 @@ NO_ROPE = {"rope_type": "none"}
 
 def drope(model: PreTrainedModel, job: FitJob, tuning: TuningConfig) -> Patch:
     """Drop RoPE and recalibrate the weights on windows of the train length."""
-    length = job.train_length
-    count = job.search.shape[1] // length
-    short = replace(job, search=job.search[:, : count * length].reshape(-1, length))
+    short = job.with_windows(job.train_length)
     with rope_override(model, NO_ROPE):
         weights = tune_weights(model, short, "drope", tuning)
     return job.patch("drope", rope=NO_ROPE, weights=weights)

@@ -6,7 +6,8 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ class FitJob:
     position: str | None = None
     seed: int = 0
     folder: Path | None = None  # for checkpoints
+    tokenizer: Any = None
+    details: dict[str, Any] = field(default_factory=dict)  # what methods add to the record
     progress: Progress = silent
 
     def patch(self, method: str, **changes: Any) -> Patch:
@@ -63,11 +66,16 @@ class FitJob:
         return Scales.uniform(value, self.layers, self.heads)
 
     def batches(
-        self, batch: int, micro_batch: int, device: torch.device
+        self,
+        batch: int,
+        micro_batch: int,
+        device: torch.device,
+        change_row: Callable[[Tensor, int], Tensor] | None = None,
     ) -> Callable[[int], list[Tensor]]:
         """A function from step to this process's micro batches of search windows.
 
-        Every epoch visits each window once, in a new order.
+        Every epoch visits each window once, in a new order. `change_row` is given each window and
+        its number in the run.
         """
         state = processes()
         per_process, rest = divmod(batch, state.num_processes)
@@ -80,17 +88,23 @@ class FitJob:
 
         def batches_of_step(step: int) -> list[Tensor]:
             first = step * batch + state.process_index * per_process
-            windows = [self._window_index(first + number) for number in range(per_process)]
-            return list(self.search[windows].to(device).split(rows))
+            numbers = range(first, first + per_process)
+            windows = self.search[[self._window_index(number) for number in numbers]]
+            if change_row is not None:
+                pairs = zip(windows, numbers, strict=True)
+                windows = torch.stack([change_row(window, number) for window, number in pairs])
+            return list(windows.to(device).split(rows))
 
         return batches_of_step
 
     def _window_index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.search))
-        order = torch.randperm(
-            len(self.search), generator=torch.Generator().manual_seed((self.seed << 20) + epoch)
-        )
-        return int(order[place])
+        return int(_epoch_order(len(self.search), (self.seed << 20) + epoch)[place])
+
+    def with_windows(self, length: int) -> FitJob:
+        """The job with its search windows cut into windows of `length` tokens."""
+        count = self.search.shape[1] // length
+        return replace(self, search=self.search[:, : count * length].reshape(-1, length))
 
     @contextmanager
     def checkpoint_dir(self, name: str) -> Iterator[Path]:
@@ -100,6 +114,11 @@ class FitJob:
             return
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(windows: int, seed: int) -> Tensor:
+    return torch.randperm(windows, generator=torch.Generator().manual_seed(seed))
 
 
 def loss_by_position(model: PreTrainedModel, windows: Tensor, batch: int = 4) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,27 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from farspan.attention import seam
 from farspan.attention.model_facts import default_scaled_layers
-from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.patch import Patch, fingerprint, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError, suggest
+from farspan.methods.continued import continue_training
 from farspan.methods.drope import drope
 from farspan.methods.headscale import SearchConfig, headlog, headscale
-from farspan.methods.job import FitJob, loss_by_position, lowest_loss, scaled_loss
+from farspan.methods.job import FitJob, loss_by_position, lowest_loss
+from farspan.methods.layer_costs import retrieval_loss
 from farspan.methods.rope import ROPE_SCALINGS, existing_rope_scaling, fit_rope, rope_override
 from farspan.methods.schedules import SCHEDULES, fit_schedule
+from farspan.methods.swan import DistillPlan, SwanConfig, check_layers, swan
 from farspan.methods.tuning import FAIR_STEPS, RAW_STEPS, TuningConfig, weights_override
 from farspan.methods.uniform import uniform
 from farspan.recipe import apply_overrides, load_recipe
 
 SEARCH_OVERSHOOT = 1.125  # the search reads beyond the target, as Wang 2024 reads 18K for 16K
+TRAINED_METHODS = {"drope", "swan", "continue"}  # that train weights, whatever `tune` is
+SWAN_FACTOR = 4  # auto tries swan for targets beyond this multiple of the train length
+MAX_LOST = 0.1  # nats a repeated token that auto lets swan lose inside the train length
 RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "extend"
 TUNING_STEPS = {"": None, "fair": FAIR_STEPS, "raw": RAW_STEPS}
 
@@ -35,6 +44,7 @@ class ExtendConfig:
 
     search: SearchConfig = field(default_factory=SearchConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
+    swan: SwanConfig = field(default_factory=SwanConfig)
     tune: str = ""  # rotary methods: "fair" or "raw" tunes all weights, 200 or 1000 steps
     fitted: bool = True  # schedules: fit their slope, or take it from their formula
     search_windows: int = 256  # at most
@@ -99,7 +109,11 @@ ROPE_METHODS: dict[str, Fit] = {
     **{name: _rope_fit(name) for name in ROPE_SCALINGS},
     "drope": lambda model, job, config: drope(model, job, config.tuning),
 }
-METHODS = {**SCALE_METHODS, **ROPE_METHODS}
+WEIGHT_METHODS: dict[str, Fit] = {
+    "swan": lambda model, job, config: swan(model, job, config.swan, config.tuning),
+    "continue": lambda model, job, config: continue_training(model, job, config.tuning),
+}
+METHODS = {**SCALE_METHODS, **ROPE_METHODS, **WEIGHT_METHODS}
 
 
 # The parts of ExtendConfig that only some methods use; all use windows, passkeys and seed.
@@ -110,7 +124,9 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     **{name: ("fitted",) if schedule.default_slope else () for name, schedule in SCHEDULES.items()},
     **dict.fromkeys(ROPE_SCALINGS, ("tune", "tuning")),
     "drope": ("tuning",),
-    "auto": ("search", "tune", "tuning"),  # which of them depends on the model
+    "swan": ("swan", "tuning"),
+    "continue": ("tuning",),
+    "auto": ("search", "tune", "tuning", "swan"),  # which of them depends on the model
 }
 
 
@@ -137,6 +153,11 @@ def check_combination(method: str) -> None:
             f"{method} sets rotation {len(rotary)} times, and only {rotary[-1]} would take effect; "
             f"choose one of {', '.join(dict.fromkeys(rotary))}"
         )
+    if "swan" in names and rotary:
+        raise FarspanError(
+            f"{method} sets rotation twice: swan keeps it inside windows, where {rotary[0]} gains "
+            "nothing; choose one of them"
+        )
     scaling = [name for name in names if name in SCALE_METHODS]
     if len(scaling) > 1 or (scaling and names[-1] not in SCALE_METHODS):
         raise FarspanError(
@@ -160,7 +181,7 @@ def check_unused_settings(
                 f"{method} does not use {setting}; remove it, or choose a method that does: "
                 f"{others}"
             )
-        if part == "tuning" and not config.tune and "drope" not in users:
+        if part == "tuning" and not config.tune and not TRAINED_METHODS & set(users):
             raise FarspanError(
                 f"{method} tunes no weights, so it does not use {setting}; add tune=fair, or "
                 "remove it"
@@ -178,14 +199,18 @@ def _changed_settings(config: ExtendConfig, default: ExtendConfig) -> Iterator[t
     for part in ("tune", "fitted"):
         if values[part] != defaults[part]:
             yield part, values[part]
-    for part in ("search", "tuning"):
+    for part in ("search", "tuning", "swan"):
         for key, value in values[part].items():
             if value != defaults[part][key]:
                 yield f"{part}.{key}", value
 
 
 def check_compatible(
-    names: list[str], layers: Sequence[Layer], config: PreTrainedConfig, source: str
+    names: list[str],
+    layers: Sequence[Layer],
+    config: PreTrainedConfig,
+    source: str,
+    extend: ExtendConfig,
 ) -> tuple[str, ...]:
     """Refuse methods that do not apply to this model; return notes about unusual choices."""
     positions = {layer.position for layer in layers}
@@ -201,7 +226,9 @@ def check_compatible(
                 f"{name} changes rotation, and {source} has no rotary layer (positions: "
                 f"{', '.join(sorted(positions))}); use uniform, headscale or headlog"
             )
-    scales_only = set(names) & set(SCALE_METHODS) and not set(names) & set(ROPE_METHODS)
+    if "swan" in names:
+        check_layers(layers, source, extend.swan)
+    scales_only = set(names) <= set(SCALE_METHODS)
     if scales_only and "rope" in positions and "none" not in positions:
         return (
             "all layers of this model are rotary, and scales alone gain little there; try yarn or "
@@ -211,23 +238,53 @@ def check_compatible(
 
 
 def unused_settings(
-    names: Sequence[str], layers: Sequence[Layer], config: PreTrainedConfig, extend: ExtendConfig
+    names: Sequence[str],
+    layers: Sequence[Layer],
+    model: PreTrainedModel,
+    job: FitJob,
+    extend: ExtendConfig,
 ) -> Iterator[str]:
     """Notes on settings that auto, which accepts every setting, does not use on this model."""
     if list(names) != ["auto"]:
         return
-    candidates = _auto_candidates(layers, config)
+    candidates = candidate_methods(names, layers, model, job)
     for key, _ in _changed_settings(extend, ExtendConfig()):
         if not methods_using(key, candidates):
             choices = ", ".join(candidates)
             yield f"{key} was not used: on this model auto chooses among {choices}"
 
 
-def _auto_candidates(layers: Sequence[Layer], config: PreTrainedConfig) -> list[str]:
-    """The methods among which auto chooses."""
-    if not all(layer.position == "rope" for layer in layers):
-        return ["uniform", "headscale", "headlog"]
-    return ["ntk", "yarn"] if existing_rope_scaling(config) is None else ["ntk", "uniform"]
+def candidate_methods(
+    names: Sequence[str], layers: Sequence[Layer], model: PreTrainedModel, job: FitJob
+) -> list[str]:
+    """The methods themselves, or those among which auto chooses."""
+    if list(names) != ["auto"]:
+        return list(names)
+    rotary = all(layer.position == "rope" for layer in layers)
+    scaled = existing_rope_scaling(model.config) is not None
+    candidates = ["uniform", "headscale", "headlog"]
+    if rotary:
+        candidates = ["ntk", "uniform"] if scaled else ["ntk", "yarn"]
+    far = job.target > SWAN_FACTOR * job.train_length
+    on_gpu = model.device.type == "cuda"  # elsewhere training takes hours
+    plain = all(layer.position in ("rope", "none") and not layer.window for layer in layers)
+    return [*candidates, "swan"] if far and on_gpu and plain else candidates
+
+
+def search_windows(
+    names: Sequence[str], config: ExtendConfig, to: int, train_length: int
+) -> tuple[int, int]:
+    """The length and the number of the search windows that these methods use.
+
+    A search for scales reads beyond the target. Distillation alone reads short windows.
+    """
+    length, count = round(SEARCH_OVERSHOOT * to), config.search_windows
+    if "swan" not in names:
+        return length, count
+    plan = DistillPlan.make(config.swan, config.tuning, train_length)
+    if list(names) == ["swan"]:
+        return plan.length, plan.steps * plan.batch
+    return length, max(count, math.ceil(plan.tokens / length))
 
 
 def make_fit_job(
@@ -265,6 +322,8 @@ def fit_methods(
     """
     if names == ["auto"]:
         return _fit_best(model, layers, job, config)
+    if set(names) & set(SCALE_METHODS):  # it sharpens the global layers instead of swan
+        config = replace(config, swan=replace(config.swan, sharpen=False))
     combined: Patch | None = None
     for name in names:
         part = METHODS[name](model, job, config)
@@ -273,7 +332,7 @@ def fit_methods(
         else:  # it was fitted on a model whose weights are no longer those of the base
             replace(part, model=fingerprint(model)).apply(model)
         combined = part if combined is None else combined.then(part)
-        if part.rope is not None:  # layers that lost their rotation get scales too
+        if part.rope or part.layout:  # layers that lost their rotation get scales too
             job = replace(job, layers=default_scaled_layers(probe(model)))
     assert combined is not None
     return combined, ()
@@ -284,7 +343,7 @@ def _fit_best(
 ) -> tuple[Patch, tuple[str, ...]]:
     """Of the candidates, the method with the lowest loss on the choose split."""
     patches: dict[str, Patch] = {}
-    for name in _auto_candidates(layers, model.config):
+    for name in candidate_methods(["auto"], layers, model, job):
         patches[name] = METHODS[name](model, job, config)
         if name == "uniform" and not config.search.init:  # the other searches start from it
             scales = patches[name].scales
@@ -292,18 +351,50 @@ def _fit_best(
             value = float(scales.base[0, 0])
             start = max(1.0, value) if config.search.constraint else value
             config = replace(config, search=replace(config.search, init=start))
+    notes = []
+    if "swan" in patches and (lost := _lost_retrieval(model, patches["swan"], job)) > MAX_LOST:
+        notes.append(
+            f"auto rejected swan: inside the train length its loss on repeated tokens is "
+            f"{lost:.3f} nats higher than that of the base, more than {MAX_LOST}; try more "
+            "swan.tokens"
+        )
+        del patches["swan"]
     losses = {name: _patched_loss(model, patch, job.choose) for name, patch in patches.items()}
     best = lowest_loss(losses)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
+    if best != "swan":
+        job.details.clear()  # of swan, which auto tried
     patches[best].apply(model)
-    note = f"auto chose {best}: loss {losses[best]:.4f} on the choose split, against {others}"
-    return patches[best], (note,)
+    notes.append(
+        f"auto chose {best}: loss {losses[best]:.4f} on the choose split, against {others}"
+    )
+    return patches[best], tuple(notes)
 
 
 def _patched_loss(model: PreTrainedModel, patch: Patch, windows: Tensor) -> float:
     """The loss with a patch; the model is left as it was."""
-    if patch.scales is not None:
-        return scaled_loss(model, windows, patch.scales)
-    assert patch.rope is not None
-    with rope_override(model, dict(patch.rope)), weights_override(model, patch.weights or {}):
+    with _patched(model, patch):
         return float(loss_by_position(model, windows).mean())
+
+
+def _lost_retrieval(model: PreTrainedModel, patch: Patch, job: FitJob) -> float:
+    """How much worse the patched model predicts what stands twice inside the train length."""
+    before = retrieval_loss(model, job)
+    with _patched(model, patch):
+        return retrieval_loss(model, job) - before
+
+
+@contextmanager
+def _patched(model: PreTrainedModel, patch: Patch) -> Iterator[None]:
+    """Run a block with all parts of a patch."""
+    with ExitStack() as stack:
+        if patch.rope is not None:
+            stack.enter_context(rope_override(model, dict(patch.rope)))
+        if patch.layout is not None:
+            set_layout(model, patch.layout)
+            stack.callback(seam.remove_layout, model)
+        if patch.scales is not None:
+            seam.install(model, patch.scales)
+            stack.callback(seam.remove_scales, model)
+        stack.enter_context(weights_override(model, patch.weights or {}))
+        yield

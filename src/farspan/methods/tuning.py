@@ -1,16 +1,18 @@
-"""Tuning of all weights for a few hundred steps, for the RoPE baselines and for DroPE."""
+"""Training of a model's weights for a few hundred steps, all of them or a low-rank change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import PreTrainedModel
 
+from farspan.attention import seam
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob
 from farspan.train.loop import StepMetrics, TrainPlan, train
@@ -19,25 +21,28 @@ from farspan.train.sharding import data_parallel
 from farspan.train.steps import TrainingTask
 
 FAIR_STEPS, RAW_STEPS = 200, 1000  # as in Wang 2024
+BATCH, LEARNING_RATE = 8, 1e-4
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Settings for tuning all weights."""
+    """Settings for training weights; 0 is the default of the method."""
 
-    steps: int = 0  # 0: the steps of `tune`, or 200
-    batch: int = 8
-    micro_batch: int = 8
-    lr: float = 1e-4
+    steps: int = 0  # 0: the steps of `tune`, or 200; swan: from swan.tokens
+    batch: int = 0  # windows; 0: 8; swan: 131,072 tokens
+    micro_batch: int = 0  # windows; 0: 8; swan: 16,384 tokens
+    lr: float = 0.0  # 0: 1e-4; swan: 1e-3
     warmup: int = 20
     save_every: int = 100
+    rank: int = 0  # train a change of this rank in every matrix of the layers; 0: all weights
+    length: int = 0  # continue: of its windows; 0: the target
 
     def __post_init__(self):
-        for name, minimum in (("steps", 0), ("batch", 1), ("micro_batch", 1), ("save_every", 1)):
-            if getattr(self, name) < minimum:
-                raise FarspanError(
-                    f"tuning.{name} is {getattr(self, name)}; choose {minimum} or more"
-                )
+        for name in ("steps", "batch", "micro_batch", "lr", "warmup", "rank", "length"):
+            if getattr(self, name) < 0:
+                raise FarspanError(f"tuning.{name} is {getattr(self, name)}; choose 0 or more")
+        if self.save_every < 1:
+            raise FarspanError(f"tuning.save_every is {self.save_every}; choose 1 or more")
 
 
 class LossModule(nn.Module):
@@ -56,42 +61,151 @@ class LossModule(nn.Module):
 def tune_weights(
     model: PreTrainedModel, job: FitJob, name: str, tuning: TuningConfig
 ) -> dict[str, Tensor]:
-    """The model's weights after tuning on the search windows; the model itself is restored.
+    """The model's weights after training on the next token of the search windows."""
+    batch, micro_batch = tuning.batch or BATCH, tuning.micro_batch or BATCH
+    plan = WeightTraining(
+        LossModule(model),
+        job.batches(batch, micro_batch, model.device),
+        tokens=batch * (job.search.shape[1] - 1),
+        steps=tuning.steps or FAIR_STEPS,
+        optimization=OptimizerConfig(
+            "adamw",
+            lr=tuning.lr or LEARNING_RATE,
+            weight_decay=0.0,
+            warmup=tuning.warmup,
+            schedule="cosine",
+            floor=0.1,
+        ),
+    )
+    return train_weights(model, job, name, tuning, plan)
 
-    Training runs in float32 whatever the model's dtype: most updates are too small for bf16.
+
+@dataclass(frozen=True, eq=False)
+class WeightTraining:
+    """What weights are trained on: a module with the model inside, and its batches by step."""
+
+    loss: nn.Module  # micro batch -> mean loss
+    batches: Callable[[int], Sequence[Tensor]]
+    tokens: int  # of a step
+    steps: int
+    optimization: OptimizerConfig
+    flops: float = 0.0  # of a token
+
+
+def train_weights(
+    model: PreTrainedModel, job: FitJob, name: str, tuning: TuningConfig, training: WeightTraining
+) -> dict[str, Tensor]:
+    """The model's weights after training; the model itself is restored.
+
+    Training runs in float32 whatever the model's dtype: most updates are too small for bf16. Of a
+    low-rank change only the factors are float32.
     """
-    batches = job.batches(tuning.batch, tuning.micro_batch, model.device)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    config = OptimizerConfig(
-        "adamw", lr=tuning.lr, weight_decay=0.0, warmup=tuning.warmup, schedule="cosine", floor=0.1
-    )
-    trained: dict[str, Tensor] = dict(model.named_parameters())
-    task = TrainingTask(
-        data_parallel(LossModule(model)),
-        trained,
-        make_optimizers(model, config),
-        batches,
-        tokens=tuning.batch * (job.search.shape[1] - 1),
-    )
-    steps = tuning.steps or FAIR_STEPS
-    plan = TrainPlan(steps, job.seed, config, tuning.save_every, log_every=1)
-    advance = job.progress(name, steps)
+    # Training works on copies, so these stay the weights before it.
+    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with _trainable(model, tuning.rank, job.seed) as trained:
+        task = TrainingTask(
+            data_parallel(training.loss),
+            trained,
+            make_optimizers(model, training.optimization),
+            training.batches,
+            tokens=training.tokens,
+            flops=training.flops,
+        )
+        plan = TrainPlan(
+            training.steps, job.seed, training.optimization, tuning.save_every, log_every=1
+        )
+        advance = job.progress(name, training.steps)
 
-    def on_step(metrics: StepMetrics) -> None:
-        advance(1, f"loss {metrics.loss:.4f}")
+        def on_step(metrics: StepMetrics) -> None:
+            advance(1, _step_note(metrics))
 
+        try:
+            with job.checkpoint_dir(name) as folder:
+                train(task, plan, folder, on_step)
+            return _changed_weights(model, before)
+        finally:
+            for parameter in trained.values():
+                parameter.grad = None
+
+
+def _step_note(metrics: StepMetrics) -> str:
+    speed = f", {metrics.tokens_per_second / 1e3:.0f}K tokens/s" * (metrics.tokens_per_second > 0)
+    return f"loss {metrics.loss:.4f}{speed}"
+
+
+@contextmanager
+def _trainable(model: PreTrainedModel, rank: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The parameters to train, by name; at the end of the block the model is as it was."""
+    if rank:
+        with low_rank_changes(model, rank, seed) as factors:
+            yield factors
+        return
+    before = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter, data in before.items():
+        # The optimizer works in place: float32 weights need a copy too.
+        parameter.data = data.to(torch.float32, copy=True)
     try:
-        with job.checkpoint_dir(name) as folder:
-            train(task, plan, folder, on_step)
-        return {
-            name: parameter.detach().to(before[name].dtype).cpu()
-            for name, parameter in trained.items()
-        }
+        yield dict(model.named_parameters())
     finally:
-        for key, parameter in trained.items():
-            parameter.data, parameter.grad = before[key], None
+        for parameter, data in before.items():
+            parameter.data = data
+
+
+class LowRankChange(nn.Module):
+    """W + B·A, as LoRA has it: A is random, B starts at zero, and the factor is 1 (alpha = r)."""
+
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator):
+        super().__init__()
+        rows, columns = weight.shape
+        a = nn.init.kaiming_uniform_(torch.empty(rank, columns), a=5**0.5, generator=generator)
+        self.a = nn.Parameter(a.to(weight.device))
+        self.b = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (self.b @ self.a).to(weight.dtype)
+
+
+@contextmanager
+def low_rank_changes(model: PreTrainedModel, rank: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Freeze the model and give every matrix of its layers a trainable change of a rank."""
+    generator = torch.Generator().manual_seed(seed)  # a run that starts again starts the same
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    linears = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module not in tables
+    ]
+    if not linears:
+        raise FarspanError(
+            f"{type(model).__name__} has no linear layers that a low-rank change fits; "
+            "remove tuning.rank"
+        )
+    with seam.frozen(model):
+        for linear in linears:
+            register_parametrization(
+                linear, "weight", LowRankChange(linear.weight, rank, generator)
+            )
+        factors = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, Tensor) and name.endswith((".weight.0.a", ".weight.0.b"))
+        }
+        try:
+            yield factors
+        finally:
+            for linear in linears:
+                remove_parametrizations(linear, "weight", leave_parametrized=False)
+
+
+def _changed_weights(model: PreTrainedModel, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that training changed, by their names in the model, on the CPU."""
+    weights = {}
+    for name, original in before.items():
+        module, _, attribute = name.rpartition(".")
+        value = getattr(model.get_submodule(module), attribute).detach().to(original.dtype)
+        if not torch.equal(value, original):
+            weights[name] = value.cpu()
+    return weights
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def mean_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> T
 
     >>> mean_loss(model, ids).backward()  # to scales on the seam
     """
-    output = _decoder(model)(input_ids=ids, use_cache=False)
+    output = decoder_output(model, ids)
     return _HeadLoss.apply(output.last_hidden_state, output, model, ids, budget)
 
 
@@ -100,6 +101,137 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * grads[0], None, None, None, None
+
+
+def mean_kl(
+    student: PreTrainedModel, teacher: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET
+) -> Tensor:
+    """The mean over all positions of KL(teacher ‖ student), with a gradient to all weights of the
+    student.
+
+    At most `budget` logits of each model exist at once.
+
+    >>> mean_kl(student, teacher, ids).backward()
+    """
+    with torch.no_grad():
+        target = decoder_output(teacher, ids)
+    output = decoder_output(student, ids)
+    head = _head_parameters(student)
+    return _HeadKL.apply(output.last_hidden_state, output, target, student, teacher, budget, *head)
+
+
+def decoder_output(model: PreTrainedModel, ids: Tensor) -> Any:
+    """The hidden states of all positions, in the form that the model's decoder returns."""
+    return _decoder(model)(input_ids=ids, use_cache=False)
+
+
+@torch.no_grad()
+def token_kl(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    ids: Tensor,
+    target: Any = None,
+    *,
+    budget: int = BUDGET,
+) -> tuple[Tensor, Tensor]:
+    """KL(teacher ‖ model) and the model's −ln p of the next token, each [B, T − 1].
+
+    target: the output of the teacher's decoder for these ids, if it is known."""
+    target = decoder_output(teacher, ids) if target is None else target
+    outputs = [target, decoder_output(model, ids)]
+    kl, losses = torch.empty(2, ids.shape[0], ids.shape[1] - 1, device=ids.device)
+
+    def compare_rows(start: int, stop: int) -> None:
+        log_p, log_q = (
+            head_logits(each, output, slice(start, stop)).float().log_softmax(-1)
+            for each, output in zip((teacher, model), outputs, strict=True)
+        )
+        kl[:, start:stop] = (log_p.exp() * (log_p - log_q)).sum(-1)
+        targets = ids[:, start + 1 : stop + 1, None]
+        losses[:, start:stop] = -log_q.gather(-1, targets)[..., 0]
+
+    vocabulary = model.config.get_text_config().vocab_size
+    run_in_batches(
+        ids.shape[1] - 1, max(1, budget // (2 * ids.shape[0] * vocabulary)), compare_rows
+    )
+    return kl, losses
+
+
+def _head_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The trainable weights that turn hidden states into logits, tied ones included."""
+    inside = set(map(id, _decoder(model).parameters()))
+    outside = [weight for weight in model.parameters() if id(weight) not in inside]
+    tied = model.get_output_embeddings()
+    candidates = [*outside, *(tied.parameters() if tied is not None else ())]
+    unique = {id(weight): weight for weight in candidates if weight.requires_grad}
+    return list(unique.values())
+
+
+def kl_and_gradient(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over rows of KL(teacher ‖ student) of logits [rows, V], and its gradient by the
+    student's logits, which is softmax(student) − softmax(teacher)."""
+    dtype = _loss_dtype(student)
+    log_q, log_p = student.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
+    p = log_p.exp()
+    kl = (p * (log_p - log_q)).sum()
+    return kl, (log_q.exp() - p).to(student.dtype)
+
+
+class _HeadKL(torch.autograd.Function):
+    """Mean KL of two heads on hidden states, whose gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        output: Any,
+        target: Any,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        budget: int,
+        *head: torch.nn.Parameter,
+    ) -> Tensor:
+        count = hidden.shape[0] * hidden.shape[1]
+        vocabulary = student.config.get_text_config().vocab_size
+        total = torch.zeros((), dtype=_loss_dtype(hidden), device=hidden.device)
+        gradient = torch.zeros_like(hidden)
+        head_gradients = [torch.zeros_like(weight) for weight in head]
+        compare = compiled_on_gpu(kl_and_gradient) if hidden.is_cuda else kl_and_gradient
+
+        def add_rows(start: int, stop: int) -> None:
+            nonlocal total
+            chunk = copy.copy(output)
+            chunk.last_hidden_state = hidden[:, start:stop].detach().requires_grad_()
+            expected = head_logits(teacher, target, slice(start, stop)).flatten(0, 1)
+            with torch.enable_grad():
+                logits = head_logits(student, chunk, slice(None))
+            kl, by_logits = compare(logits.detach().flatten(0, 1), expected)
+            gradient[:, start:stop], *by_head = torch.autograd.grad(
+                logits,
+                [chunk.last_hidden_state, *head],
+                by_logits.view_as(logits),
+                materialize_grads=True,  # some weights beside the decoder make no logits
+            )
+            for sum_of_chunks, part in zip(head_gradients, by_head, strict=True):
+                sum_of_chunks.add_(part)
+            total = total + kl
+
+        rows = max(1, budget // (hidden.shape[0] * vocabulary))
+        run_in_batches(hidden.shape[1], rows, add_rows)
+        ctx.save_for_backward(gradient, *head_gradients)
+        ctx.count = count
+        return total / count
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grads[0] / ctx.count
+        hidden, *head = (gradient * factor.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return hidden, None, None, None, None, None, *head
+
+
+@cache
+def compiled_on_gpu(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
 
 
 def _loss_dtype(tensor: Tensor) -> torch.dtype:

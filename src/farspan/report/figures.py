@@ -195,6 +195,32 @@ def loss_curves(curves: Mapping[str, np.ndarray], train_length: int, title: str)
     return figure
 
 
+def layer_costs(costs: Sequence[Mapping[str, float]], global_layers: Sequence[int]) -> Figure:
+    """What a window, and dropped rotation, costs in each layer; the chosen layers are marked."""
+    panels = (("retrieval", "loss of repeated tokens (nats)"), ("kl", "KL of the output (nats)"))
+    layers = [int(cost["layer"]) for cost in costs]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(5.4, 0.28 * len(layers) + 2), 4.6), layout="constrained")
+        for axes, (measure, label) in zip(figure.subplots(2, 1, sharex=True), panels, strict=True):
+            for layer in global_layers:
+                axes.axvspan(layer - 0.5, layer + 0.5, color=GRAY, alpha=0.35, lw=0, zorder=0)
+            for change, offset, color in (
+                ("window", -0.2, COLORS[0]),
+                ("rotation", 0.2, COLORS[1]),
+            ):
+                heights = [cost[f"{change}_{measure}"] for cost in costs]
+                places = [layer + offset for layer in layers]
+                name = "a window" if change == "window" else "no rotation"
+                axes.bar(places, heights, width=0.4, color=color, label=name)
+            axes.axhline(0, color=INK, lw=0.8)
+            axes.set_ylabel(label)
+        axes.set_xlabel("layer")
+        axes.set_xticks(layers)
+        figure.axes[0].legend(loc="upper left")
+        figure.axes[0].set_title("cost of changing one layer; gray: chosen as global", loc="left")
+    return figure
+
+
 def running_mean(curve: np.ndarray, width: int) -> np.ndarray:
     """The mean over `width` positions around each position, over fewer at the ends."""
     ones = np.ones(max(1, width))

@@ -23,6 +23,9 @@ def study_report(cells: Sequence[Cell], grids: Sequence[dict[str, Any]]) -> str:
             trained = f", trained on {length} tokens" if len(lengths) > 1 else ""
             same_length = [cell for cell in cells if cell["train_length"] == length]
             parts.append((f"Loss on {text}, in nats{trained}", loss_table(same_length, text)))
+    for text in cells[0].get("same_tokens", {}):
+        title = f"Loss on {text} minus the loss as trained at the train length, on the same tokens"
+        parts.append((title, paired_table(cells, text)))
     parts.append(("Scales, knees and entropy", heads_table(cells)))
     if grids:
         parts.append(("The best λ̂ by position: 1 + slope · ln s", law_table(grids)))
@@ -55,6 +58,36 @@ def loss_table(cells: Sequence[Cell], text: str) -> Table:
         columns = (f"{np.mean(values):.2f}{_spread(values)}" for values in losses)
         rows.append([*names, *columns, passkeys])
     return header, rows
+
+
+def paired_table(cells: Sequence[Cell], text: str) -> Table:
+    """Differences in nats with 95% intervals over windows, for every length of the context.
+
+    The loss of the model as trained, with as much context as it was trained on, is subtracted
+    window by window. Seeds are averaged first.
+    """
+    contexts = list(cells[0]["same_tokens"][text])
+    base = {
+        cell["model"]: np.array(cell["same_tokens"][text][str(cell["train_length"])])
+        for cell in cells
+        if cell["method"] == "none"
+    }
+    rows = []
+    for names, group in _grouped(cells):
+        if (before := base.get(names[0])) is None:
+            continue
+        losses = {
+            context: np.mean([cell["same_tokens"][text][context] for cell in group], axis=0)
+            for context in contexts
+        }
+        rows.append([*names, *(_difference(losses[context] - before) for context in contexts)])
+    return ["model", "method", "for", *contexts], rows
+
+
+def _difference(values: np.ndarray) -> str:
+    """The mean of paired differences, and half of its 95% interval."""
+    half = 1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return f"{np.mean(values):+.3f} ± {half:.3f}"
 
 
 def heads_table(cells: Sequence[Cell]) -> Table:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.model_facts import config_train_length, max_positions, probe_or_none
 from farspan.data.documents import PYTHON_DOCS, read_documents
@@ -21,6 +21,7 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError, ProofError
 from farspan.files import check_absent, new_folder, write_text
 from farspan.formats.fold import LogitProof, compare_logits, logits
+from farspan.formats.layout import describe_config
 from farspan.formats.registry import FORMATS, ExportJob
 from farspan.loading import find_patch, load, resolve_device
 from farspan.record import write_record
@@ -101,7 +102,7 @@ def export(
         size = sum(file.stat().st_size for file in new.rglob("*") if file.is_file())
         result = ExportResult(Path(out), format, size, proofs)
         _write_record(new / "record.json", job, result, dtype, device)
-        write_text(new / "README.md", _model_card(job, result))
+        write_text(new / "README.md", _model_card(job, result, written.model.config))
     return result
 
 
@@ -122,10 +123,13 @@ def _prompts(job: ExportJob) -> dict[str, Tensor]:
     """Prompts [1, T] whose last tokens are compared: inside the train length, and beyond it."""
     length = job.patch.train_length if job.patch else config_train_length(job.model.config)
     length = length or TOKENS
+    # The tokens that are compared must have keys beyond their window.
+    layout = job.patch.layout if job.patch else None
+    window = max(layout.windows.values(), default=0) if layout else 0
     limit = max_positions(job.model.config, probe_or_none(job.model))
-    lengths = {"inside": min(TOKENS, length)}
+    lengths = {"inside": min(window + TOKENS, length)}
     if length <= MAX_TRAIN_LENGTH and (limit is None or length + TOKENS <= limit):
-        lengths["beyond"] = length + TOKENS
+        lengths["beyond"] = max(length, window) + TOKENS
     ids = _token_ids(job.tokenizer, job.model, max(lengths.values()))
     return {region: ids[:, :tokens].to(job.model.device) for region, tokens in lengths.items()}
 
@@ -183,7 +187,7 @@ def _write_record(
     write_record(path, "export", settings, results, arguments=())
 
 
-def _model_card(job: ExportJob, result: ExportResult) -> str:
+def _model_card(job: ExportJob, result: ExportResult, config: PreTrainedConfig) -> str:
     """The README of an export: what it is, what runs it, and the proof."""
     export_format = FORMATS[result.format]
     lines = [
@@ -193,6 +197,7 @@ def _model_card(job: ExportJob, result: ExportResult) -> str:
         "",
         f"Runs in: {export_format.engines}.",
         "",
+        *([note, ""] if (note := _describe_layout(job, result, config)) else []),
         "```",
         export_format.usage.format(folder=result.folder.name),
         "```",
@@ -227,6 +232,10 @@ def _model_card(job: ExportJob, result: ExportResult) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _describe_layout(job: ExportJob, result: ExportResult, config: PreTrainedConfig) -> str:
+    return describe_config(config) if job.has_layout and result.format == "stock" else ""
 
 
 def _describe_model(job: ExportJob) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.attention.model_facts import config_train_length, max_positions
+from farspan.attention.model_facts import cache_bytes, config_train_length, max_positions
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import Layer, probe
 from farspan.batching import out_of_memory
@@ -33,9 +33,11 @@ from farspan.lengths import doublings
 from farspan.loading import is_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
 from farspan.methods.registry import (
-    ROPE_METHODS,
+    SCALE_METHODS,
     SEARCH_OVERSHOOT,
+    TRAINED_METHODS,
     ExtendConfig,
+    candidate_methods,
     check_compatible,
     check_unused_settings,
     fit_methods,
@@ -43,15 +45,18 @@ from farspan.methods.registry import (
     methods_using,
     parse_methods,
     read_extend_config,
+    search_windows,
     unused_settings,
 )
+from farspan.methods.swan import DistillPlan, distillation_flops, planned_layers
 from farspan.model.loss import last_logits_cpu
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
-from farspan.train.loop import lock_run
+from farspan.train.loop import LOCK, lock_run
 from farspan.train.sharding import processes
+from farspan.workflows.pretrain import matmul_flops_per_second
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
@@ -68,9 +73,11 @@ class ExtendResult:
     before: dict[str, float]  # loss and passkey accuracy, as "loss@1024"
     after: dict[str, float]
     curves: dict[str, np.ndarray]  # loss by position, "before" and "after"
+    cache: dict[str, dict[str, int]]  # bytes of keys and values, "before" and "after"
     proof: float  # largest logit difference between the fitted and the reloaded model
     effect: float  # largest logit difference between the patched model and its base
     notes: tuple[str, ...]
+    details: dict[str, Any] = field(default_factory=dict)  # what the methods measured and chose
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +104,7 @@ class _ExtendRun:
             device=self.device,
             trust_remote_code=self.trust_remote_code,
         )
-        searches_scales = not set(self.names) <= set(ROPE_METHODS)
+        searches_scales = bool({*SCALE_METHODS, "auto"} & set(self.names))
         return upcast_small_model(model) if searches_scales else model, tokenizer
 
 
@@ -125,37 +132,126 @@ def extend(
 
     >>> farspan.extend("nope-twin", to=1024, out="nope-1k", method="headscale")
     """
-    out, config, names = Path(out), read_extend_config(recipe, overrides), parse_methods(method)
-    check_unused_settings(names, config)
+    run = _make_run(model, method, recipe, overrides, position, device, trust_remote_code, progress)
+    out, state = Path(out), processes()
     check_absent(out)
+    prepared = _prepare(run, data, to, train_length, out)
+    with _search_folder(prepared.job, run.config, method):
+        result = _fit(prepared, out)
+        if state.is_main_process:
+            result = _save(result, prepared)
+        state.wait_for_everyone()
+    return result
+
+
+def estimate_extension(
+    model: str | Path,
+    to: int,
+    method: str = "auto",
+    *,
+    data: Data = DEFAULT_TEXT,
+    recipe: ExtendConfig | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    train_length: int | None = None,
+    position: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> ExtendEstimate:
+    """Check the arguments of `extend` and estimate its cost, without fitting or writing anything.
+
+    >>> farspan.workflows.extend.estimate_extension("rope-twin", 16_384, "swan").tokens
+    31981568
+    """
+    run = _make_run(model, method, recipe, overrides, position, device, trust_remote_code, progress)
+    prepared = _prepare(run, data, to, train_length, Path("unused"))
+    text = {name: windows.ids.numel() for name, windows in prepared.splits.items()}
+    candidates = candidate_methods(run.names, prepared.layers, prepared.model, prepared.job)
+    if "swan" not in candidates:
+        return ExtendEstimate(tuple(candidates), text, prepared.notes)
+    length, layers = prepared.job.train_length, prepared.layers
+    plan = DistillPlan.make(run.config.swan, run.config.tuning, length)
+    converted = planned_layers(layers, run.config.swan, length)
+    flops = plan.tokens * distillation_flops(prepared.model, converted, layers, plan.length)
+    on_gpu = prepared.model.device.type == "cuda"
+    rate = processes().num_processes * matmul_flops_per_second(on_gpu, run.device)
+    return ExtendEstimate(
+        tuple(candidates), text, prepared.notes, plan.tokens, plan.steps, flops, rate
+    )
+
+
+@dataclass(frozen=True)
+class ExtendEstimate:
+    """The cost of an extension; keys of --json. Without trained weights, tokens is 0."""
+
+    methods: tuple[str, ...]  # more than one if auto chooses among them
+    text: dict[str, int]  # tokens of each split
+    notes: tuple[str, ...]
+    tokens: int = 0  # that weights are trained on
+    steps: int = 0
+    flops: float = 0.0
+    rate: float = 0.0  # FLOP/s of matrix products on this device, measured now
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound: the time of the matrix products."""
+        return self.flops / self.rate if self.flops else 0.0
+
+
+def _make_run(
+    model: str | Path,
+    method: str,
+    recipe: ExtendConfig | str | Path | None,
+    overrides: Sequence[str],
+    position: str | None,
+    device: str | None,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> _ExtendRun:
+    config, names = read_extend_config(recipe, overrides), parse_methods(method)
+    check_unused_settings(names, config)
     if is_patch(model):
         raise FarspanError(
             f"{model} is a patch; extend its base model instead (methods can be joined with +)"
         )
-    state = processes()
-    device = device or str(state.device)
-    run = _ExtendRun(model, names, config, position, device, trust_remote_code, progress)
-    advance = progress("load and read", 2)
-    base, tokenizer = run.load()
+    device = device or str(processes().device)
+    return _ExtendRun(model, names, config, position, device, trust_remote_code, progress)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A loaded and checked model, with its text and its job."""
+
+    run: _ExtendRun
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    layers: Sequence[Layer]
+    splits: Mapping[str, Windows]
+    job: FitJob
+    notes: tuple[str, ...]
+
+
+def _prepare(
+    run: _ExtendRun, data: Data, to: int, train_length: int | None, out: Path
+) -> _Prepared:
+    """Load the model, check that it can be extended so, and cut its text."""
+    advance = run.progress("load and read", 2)
+    model, tokenizer = run.load()
     advance()
-    layers = probe(base)
-    length = _check_lengths(run, base, layers, to, train_length)
-    notes = _notes(run, base, layers)
-    splits = _split_text(data, tokenizer, to, config)
+    layers = probe(model)
+    length = _check_lengths(run, model, layers, to, train_length)
+    notes = check_compatible(run.names, layers, model.config, str(run.source), run.config)
+    splits = _split_text(data, tokenizer, to, length, run)
     advance()
-    job = _make_job(run, base, layers, splits, to, length, out)
-    with _search_folder(job, config, method):
-        result = _fit(base, tokenizer, layers, splits["report"].ids, job, run, out)
-        result = replace(result, notes=(*notes, *result.notes))
-        if state.is_main_process:
-            result = _save(result, base, run, job, splits)
-        state.wait_for_everyone()
-    return result
+    job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
+    unused = unused_settings(run.names, layers, model, job, run.config)
+    return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused))
 
 
 def _make_job(
     run: _ExtendRun,
     model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     layers: Sequence[Layer],
     splits: Mapping[str, Windows],
     to: int,
@@ -173,6 +269,7 @@ def _make_job(
         position=run.position,
         seed=run.config.seed,
         folder=out.with_name(f".{out.name}.search"),
+        tokenizer=tokenizer,
         progress=run.progress,
     )
 
@@ -209,19 +306,15 @@ def _check_lengths(
     return length
 
 
-def _notes(run: _ExtendRun, model: PreTrainedModel, layers: Sequence[Layer]) -> tuple[str, ...]:
-    notes = check_compatible(run.names, layers, model.config, str(run.source))
-    return (*notes, *unused_settings(run.names, layers, model.config, run.config))
-
-
 def _split_text(
-    data: Data, tokenizer: PreTrainedTokenizerBase, to: int, config: ExtendConfig
+    data: Data, tokenizer: PreTrainedTokenizerBase, to: int, train_length: int, run: _ExtendRun
 ) -> dict[str, Windows]:
-    lengths = {"search": round(SEARCH_OVERSHOOT * to), "choose": to, "report": to}
+    search_length, searched = search_windows(run.names, run.config, to, train_length)
+    lengths = {"search": search_length, "choose": to, "report": to}
     limits = {
-        "search": config.search_windows,
-        "choose": config.choose_windows,
-        "report": config.report_windows,
+        "search": searched,
+        "choose": run.config.choose_windows,
+        "report": run.config.report_windows,
     }
     if isinstance(data, str | Path):
         return split_windows(read_documents(data), tokenizer, lengths, limits)
@@ -259,6 +352,7 @@ def _search_folder(job: FitJob, config: ExtendConfig, method: str) -> Iterator[N
                 "remove the folder"
             )
         if is_main:
+            _remove_old_search(folder, claim)
             write_text(file, claim)
         try:
             yield
@@ -276,6 +370,14 @@ def _search_folder(job: FitJob, config: ExtendConfig, method: str) -> Iterator[N
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _remove_old_search(folder: Path, claim: str) -> None:
+    """Remove what a search with another claim left before its first checkpoint."""
+    file = folder / "claim.toml"
+    if file.exists() and file.read_text(encoding="utf-8") != claim:
+        for leftover in [path for path in folder.iterdir() if path.name != LOCK]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
 def _search_claim(job: FitJob, config: ExtendConfig, method: str) -> str:
     """Everything that the result of a search depends on, as text."""
     no_effect: dict[str, Any] = {"micro_batch": 1, "save_every": 1}
@@ -288,10 +390,10 @@ def _search_claim(job: FitJob, config: ExtendConfig, method: str) -> str:
 
 def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
     """The settings that save memory, of those that the methods use."""
-    tunes = config.tune or "drope" in names
+    tunes = config.tune or TRAINED_METHODS & set(names)
     sizes = {
         "search": config.search.micro_batch,
-        "tuning": config.tuning.micro_batch if tunes else 1,
+        "tuning": (config.tuning.micro_batch or math.inf) if tunes else 1,
     }
     return "".join(
         f"{part}.micro_batch=1, or "
@@ -300,20 +402,14 @@ def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
     )
 
 
-def _fit(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    layers: Sequence[Layer],
-    report: Tensor,
-    job: FitJob,
-    run: _ExtendRun,
-    out: Path,
-) -> ExtendResult:
+def _fit(prepared: _Prepared, out: Path) -> ExtendResult:
     """Measure, fit, measure again. The model ends up patched; the proof is still missing."""
-    before, base_curve = _measure(model, tokenizer, report, job, run.config)
+    run, model, job = prepared.run, prepared.model, prepared.job
+    report = prepared.splits["report"].ids
+    before, base_curve = _measure(model, prepared.tokenizer, report, job, run.config)
     check_losses(model, torch.from_numpy(base_curve), job.name)
-    patch, notes = fit_methods(model, layers, job, run.config, run.names)
-    after, curve = _measure(model, tokenizer, report, job, run.config)
+    patch, notes = fit_methods(model, prepared.layers, job, run.config, run.names)
+    after, curve = _measure(model, prepared.tokenizer, report, job, run.config)
     if not np.isfinite(curve).all():
         raise FarspanError(
             f"{job.name} extended by {patch.method} has losses that are not finite; choose another "
@@ -325,10 +421,25 @@ def _fit(
         before,
         after,
         {"before": base_curve, "after": curve},
+        _cache_sizes(model, prepared.layers, job.target),
         proof=math.nan,
         effect=math.nan,
-        notes=(*notes, *_warnings(before, after, job.target)),
+        notes=(*prepared.notes, *notes, *_warnings(before, after, job.target)),
+        details=job.details,
     )
+
+
+def _cache_sizes(
+    model: PreTrainedModel, layers: Sequence[Layer], target: int
+) -> dict[str, dict[str, int]]:
+    """The bytes of keys and values at the target, and of each further token."""
+    size = model.dtype.itemsize
+    sizes = {}
+    for name, measured in (("before", layers), ("after", probe(model))):
+        at_target = cache_bytes(measured, target, size)
+        further = cache_bytes(measured, target + 1, size) - at_target
+        sizes[name] = {"at_target": at_target, "per_token": further}
+    return sizes
 
 
 def _measure(
@@ -378,20 +489,15 @@ def _with_absolute_base(patch: Patch, source: str | Path) -> Patch:
     return patch if path == patch.name else replace(patch, name=path, label=patch.name)
 
 
-def _save(
-    result: ExtendResult,
-    fitted: PreTrainedModel,
-    run: _ExtendRun,
-    job: FitJob,
-    splits: Mapping[str, Windows],
-) -> ExtendResult:
+def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
     """Write the patch folder, which appears only after the proof holds."""
+    run, fitted = prepared.run, prepared.model
     with new_folder(result.folder) as folder:
         result.patch.write_into(folder)
         write_text(folder / "recipe.toml", to_toml(run.config))
-        proof, effect = _prove(folder, fitted, run.load()[0], splits["report"].ids[:1])
+        proof, effect = _prove(folder, fitted, run.load()[0], prepared.splits["report"].ids[:1])
         result = replace(result, proof=proof, effect=effect)
-        _write_record(folder, result, run, job, splits, fitted.device.type)
+        _write_record(folder, result, run, prepared.job, prepared.splits, fitted.device.type)
     return result
 
 
@@ -423,7 +529,7 @@ def _is_identity(patch: Patch) -> bool:
     no_scales = scales is None or (
         bool((scales.base == 1).all()) and (scales.slope is None or not bool(scales.slope.any()))
     )
-    return no_scales and patch.rope is None and not patch.weights
+    return no_scales and patch.rope is None and patch.layout is None and not patch.weights
 
 
 def _write_record(
@@ -438,6 +544,9 @@ def _write_record(
     style.save(
         figures.loss_curves(curves, job.train_length, str(job.name)), folder / "before_after"
     )
+    if costs := result.details.get("layer_costs"):
+        global_layers = result.patch.layout.global_layers if result.patch.layout else ()
+        style.save(figures.layer_costs(costs, global_layers), folder / "layer_costs")
     write_record(
         folder / "record.json",
         "extend",
@@ -455,6 +564,8 @@ def _write_record(
             "after": result.after,
             "proof": {"max_abs_logit": result.proof, "effect": result.effect},
             "notes": list(result.notes),
+            "cache_bytes": result.cache,
+            **result.details,
             "text": {name: windows.describe() for name, windows in splits.items()},
             "loss_by_position": {name: curve.round(4).tolist() for name, curve in curves.items()},
         },

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from farspan.attention.layout import Layout
 from farspan.attention.model_facts import (
     built_in_temperature,
     claimed_position,
@@ -125,9 +126,22 @@ def describe_patch(patch: Patch) -> list[str]:
         parts.append(f"attention scales of {layers} layers: {_scale_statistics(patch.scales)}")
     if patch.rope is not None:
         parts.append(f"rope parameters: {describe_rope(patch.rope)}")
+    if patch.layout is not None:
+        parts.append(f"layout: {describe_layout(patch.layout)}")
     if patch.weights is not None:
         parts.append(f"tuned weights: {len(patch.weights)} tensors")
     return parts
+
+
+def describe_layout(layout: Layout) -> str:
+    """`rope/512 in layers 0–2, none in layer 3`."""
+    groups: dict[str, list[int]] = {}
+    for index, entry in sorted(layout.layers.items()):
+        groups.setdefault(str(entry), []).append(index)
+    return ", ".join(
+        f"{entry} in layer{'s' if len(indices) > 1 else ''} {format_ranges(indices)}"
+        for entry, indices in groups.items()
+    )
 
 
 def describe_rope(rope: Mapping[str, Any]) -> str:

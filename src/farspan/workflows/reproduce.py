@@ -38,6 +38,7 @@ from farspan.diagnosis.knees import KneeRule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_accuracy
 from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
+from farspan.lengths import doublings
 from farspan.loading import (
     check_source,
     load_config,
@@ -48,12 +49,13 @@ from farspan.loading import (
 )
 from farspan.methods.headscale import best_uniform
 from farspan.methods.registry import (
-    SEARCH_OVERSHOOT,
     check_compatible,
     fit_methods,
     make_fit_job,
+    search_windows,
 )
 from farspan.methods.uniform import full_grid
+from farspan.model.loss import last_losses
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
 from farspan.report.figures import Figure, best_scales, method_losses
@@ -220,6 +222,8 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
     # These decide which cells there are, and where files are.
     excluded = ("methods", "factors", "seeds", "grids", "folder", "runs")
     settings = {name: value for name, value in asdict(study).items() if name not in excluded}
+    if not study.same_tokens:  # as before there was such a setting
+        del settings["same_tokens"]
     return json.loads(json.dumps(settings))
 
 
@@ -236,10 +240,14 @@ def _check_model(texts: StudyTexts, name: str) -> None:
         config = load_config(trained) if trained else read_recipe(name).config()
     except FarspanError as error:
         raise type(error)(f"the model {name} (methods.{name}) is not available: {error}") from None
-    fitted = [method.partition(":")[0] for method in study.methods[name] if method != "none"]
+    fitted = [method for method in study.methods[name] if method != "none"]
     layers = probe(small_model(config, False)) if fitted else []
     for method in fitted:
-        check_compatible(method.split("+"), layers, config, f"{name} (methods.{name})")
+        names, settings = (
+            method.partition(":")[0].split("+"),
+            method_config(study.extension, method),
+        )
+        check_compatible(names, layers, config, f"{name} (methods.{name})", settings)
     if trained is None:
         return  # its tokenizer does not exist yet
     length = config_train_length(config)
@@ -332,14 +340,14 @@ class StudyTexts:
         """Refuse a text that has no document as long as the longest window to cut from it."""
         study, target = self.study, length * max(self.study.factors)
         needed = [("report", file, length * study.report_factor) for file in study.report]
-        if set(study.methods[model]) != {"none"}:
-            needed += [
-                ("search", study.search, round(SEARCH_OVERSHOOT * target)),
-                ("choose", study.choose, target),
-            ]
+        for method in set(study.methods[model]) - {"none"}:
+            names = method.partition(":")[0].split("+")
+            config = method_config(study.extension, method)
+            window, _ = search_windows(names, config, target, length)
+            needed += [("search", study.search, window), ("choose", study.choose, target)]
         if model in study.grids:
             needed.append(("choose", study.choose, 8 * length))
-        for key, file, window in needed:
+        for key, file, window in dict.fromkeys(needed):
             try:
                 cut_windows(read_documents(study.path(file)), tokenizer, window, 1)
             except FarspanError as error:
@@ -387,13 +395,14 @@ def _fit(
     method, study = cell.method.partition(":")[0], texts.study
     config = method_config(replace(study.extension, seed=cell.seed), cell.method)
     target = length * cell.factor
-    search = texts.windows(
-        study.search, cell.model, tokenizer, round(SEARCH_OVERSHOOT * target), config.search_windows
-    )
+    windows = search_windows(method.split("+"), config, target, length)
+    search = texts.windows(study.search, cell.model, tokenizer, *windows)
     choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows)
     layers = probe(model)
     settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}
-    job = make_fit_job(model, layers, target, length, search, choose, **settings)
+    job = make_fit_job(
+        model, layers, target, length, search, choose, tokenizer=tokenizer, **settings
+    )
     if method in ("headscale", "headlog") and not config.search.init:
         key = (cell.model, target, config.search.constraint, config.choose_windows)
         if key not in texts.uniform_scales:
@@ -422,6 +431,9 @@ def _measure(
         ids = texts.windows(file, cell.model, tokenizer, longest, study.report_windows)
         curves = measure_curves(model, ids, bins=BINS_PER_TRAIN_LENGTH * study.report_factor)
         result["loss"][text_name(file)] = curves.loss.round(4).tolist()
+        if study.same_tokens:
+            same = _same_token_losses(model, ids, doublings(length, longest), study.same_tokens)
+            result.setdefault("same_tokens", {})[text_name(file)] = same
         if file == study.report[0]:
             result |= _entropy_and_knees(curves, length, min(cell.factor, study.report_factor))
     prompt_length = length
@@ -431,6 +443,18 @@ def _measure(
         )
         prompt_length *= 2
     return result
+
+
+def _same_token_losses(
+    model: PreTrainedModel, windows: torch.Tensor, contexts: Sequence[int], count: int
+) -> dict[str, list[float]]:
+    """The mean loss of the last `count` tokens of each window, by the length of their context."""
+    losses = {}
+    for context in contexts:
+        rows = windows[:, -context:]
+        values = [last_losses(model, row[None].to(model.device), count) for row in rows]
+        losses[str(context)] = [round(float(value.mean()), 5) for value in values]
+    return losses
 
 
 def _entropy_and_knees(curves: Curves, length: int, factor: int) -> Result:

@@ -13,6 +13,7 @@ from farspan.errors import FarspanError, suggest
 from farspan.methods.registry import (
     METHOD_SETTINGS,
     METHODS,
+    TRAINED_METHODS,
     ExtendConfig,
     check_combination,
     check_unused_settings,
@@ -27,7 +28,7 @@ RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "study"
 
 
 # Methods that draw training text, and so depend on the seed, whatever `tune` is.
-TRAINED_METHODS = ("headscale", "headlog", "drope")
+RANDOM_METHODS = TRAINED_METHODS | {"headscale", "headlog"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class ReproduceStudy:
     report_windows: int = 24
     report_factor: int = 8  # every cell is measured on windows of this many train lengths
     passkeys: int = 4  # keys at each of ten depths
+    # The last tokens of each report window, scored with every doubling of the context; 0: none.
+    same_tokens: int = 0
     grids: tuple[str, ...] = ()  # models whose best λ̂ by position is measured at each checkpoint
     grid_low: float = 0.8
     grid_high: float = 2.6
@@ -92,6 +95,8 @@ class ReproduceStudy:
         for name in ("report_windows", "report_factor", "passkeys"):
             if getattr(self, name) < 1:
                 raise FarspanError(f"{name} is {getattr(self, name)}; choose 1 or more")
+        if self.same_tokens < 0:
+            raise FarspanError(f"same_tokens is {self.same_tokens}; choose 0 or more")
         if min(self.factors) < 2:
             raise FarspanError(
                 f"factors names {min(self.factors)}, and a target is a multiple of the train "
@@ -197,7 +202,7 @@ def _is_random(study: ReproduceStudy, method: str) -> bool:
     tuned = bool(method_config(study.extension, method).tune)
     names = method.partition(":")[0].split("+")
     return any(
-        name in TRAINED_METHODS or (tuned and "tune" in METHOD_SETTINGS[name]) for name in names
+        name in RANDOM_METHODS or (tuned and "tune" in METHOD_SETTINGS[name]) for name in names
     )
 
 

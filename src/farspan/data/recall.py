@@ -1,0 +1,111 @@
+"""Rows of text that reward looking far back: spans that stand twice, and facts asked for later.
+
+Both are made from any text. The facts have templates, names and values of their own, so that the
+passkey and needle evaluations stay unseen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SPAN_SIZES = (16, 128)  # tokens of a repeated span, at least and below
+SPAN_EVERY = 512  # one repeated span for so many tokens of a row
+MAX_FACTS = 4  # in a row; one of them is asked for
+FACTS = (
+    (
+        "\nNote for the archive: the {thing} of {name} is {value}.\n",
+        "\nQuestion: what is the {thing} of {name}?\nAnswer: {value}",
+    ),
+    (
+        "\n{name} wrote down the {thing}: {value}.\n",
+        "\nThe {thing} that {name} wrote down was {value}",
+    ),
+    ("\n[{thing} / {name} = {value}]\n", "\n[{thing} / {name} = {value}]"),
+    (
+        "\nPlease keep in mind that {name} has the {thing} {value}.\n",
+        "\nAs mentioned before, {name} has the {thing} {value}",
+    ),
+)
+THINGS = (
+    *("shelf", "room", "locker", "ticket", "platform", "order number", "street", "code word"),
+    *("balance", "favourite colour", "address", "invoice", "seat", "password", "licence plate"),
+)
+NAMES = (
+    *("Ada", "Bruno", "Celia", "Dmitri", "Elena", "Farid", "Greta", "Hugo", "Ines", "Jonas"),
+    *("Katya", "Lars", "Mira", "Nikhil", "Olga", "Pablo", "Rosa", "Soren", "Tara", "Yusuf"),
+)
+WORDS = (
+    *("aspen", "birch", "cobalt", "dune", "ember", "fjord", "granite", "heron", "indigo"),
+    *("juniper", "kelp", "lagoon", "maple", "nectar", "onyx", "pebble", "quartz", "raven"),
+    *("saffron", "thistle", "umber", "violet", "willow", "yarrow", "zephyr"),
+)
+DIGITS = (2, 3, 4, 6, 8)  # passkeys have five, needles seven
+
+
+def repeat_spans(row: Tensor, rng: np.random.Generator, min_distance: int) -> tuple[Tensor, Tensor]:
+    """A row [T] in which some spans stand again at least `min_distance` tokens later.
+
+    Returns it with a mask [T] of the tokens that can be known from the first occurrence.
+    """
+    row, known = row.clone(), torch.zeros(len(row), dtype=torch.bool)
+    used = torch.zeros_like(known)  # by spans so far: overwriting one would break its repetition
+    for _ in range(max(1, len(row) // SPAN_EVERY)):
+        size = int(rng.integers(*SPAN_SIZES))
+        size = min(size, (len(row) - min_distance) // 2)
+        if size < 2:
+            break
+        second = int(rng.integers(size + min_distance, len(row) - size + 1))
+        first = int(rng.integers(0, second - min_distance - size + 1))
+        if used[second : second + size].any():
+            continue
+        row[second : second + size] = row[first : first + size]
+        used[first : first + size] = used[second : second + size] = True
+        # A token is known once the text before it is: the first one is a surprise.
+        known[second + 1 : second + size] = True
+    return row, known
+
+
+class FactRows:
+    """Puts facts into rows of text and asks for one of them at the end."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def row(self, row: Tensor, rng: np.random.Generator) -> Tensor:
+        """The row [T] with one to four facts in it and a question with its answer at its end."""
+        count = int(rng.integers(1, MAX_FACTS + 1))
+        fact, question = FACTS[int(rng.integers(len(FACTS)))]
+        thing = str(rng.choice(THINGS))
+        names = rng.choice(NAMES, size=count, replace=False)
+        values = [_value(rng) for _ in names]
+        facts = [
+            self._encode(fact.format(thing=thing, name=name, value=value))
+            for name, value in zip(names, values, strict=True)
+        ]
+        ending = self._encode(question.format(thing=thing, name=names[0], value=values[0]))
+        room = len(row) - len(ending) - sum(map(len, facts))
+        if room < 1:
+            return row
+        cuts = np.sort(rng.integers(0, room + 1, size=count))
+        pieces: list[int] = []
+        start = 0
+        for cut, number in zip(cuts.tolist(), rng.permutation(count), strict=True):
+            pieces += [*row[start:cut].tolist(), *facts[number]]
+            start = cut
+        return torch.tensor([*pieces, *row[start:room].tolist(), *ending], dtype=row.dtype)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _value(rng: np.random.Generator) -> str:
+    """A number of other than five digits, one or two words, or both."""
+    kind = int(rng.integers(3))
+    digits = int(rng.choice(DIGITS))
+    number = str(int(rng.integers(10 ** (digits - 1), 10**digits)))
+    words = " ".join(rng.choice(WORDS, size=int(rng.integers(1, 3))))
+    return (number, words, f"{words} {number}")[kind]

@@ -1,0 +1,67 @@
+"""Self-distillation: a changed model learns to predict what its base predicts, on short windows.
+
+The base teaches by KL(base ‖ changed), so that any text will do and nothing pulls the model towards
+that text.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from farspan.model.compile import compile_layers, decoder_layers, prefer_cudnn
+from farspan.model.loss import BUDGET, mean_kl
+
+GPU_BUDGET = 1 << 28  # logits held at once on a GPU
+
+
+def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy of the model as it is; in bf16 on a GPU, where products are bf16 anyway."""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    return cast_weights(teacher, torch.bfloat16 if model.device.type == "cuda" else torch.float32)
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast the weights alone: rotation frequencies, which are buffers, are too coarse in bf16."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+class DistillModule(nn.Module):
+    """The mean KL of a batch of windows between a teacher and the model that learns from it.
+
+    The teacher is no submodule, so it is neither trained nor saved nor distributed.
+    """
+
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self._teacher = (teacher,)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        budget = GPU_BUDGET if ids.is_cuda else BUDGET
+        autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda)
+        with prefer_cudnn(), autocast:
+            return mean_kl(self.model, self._teacher[0], ids, budget=budget)
+
+
+@contextmanager
+def compiled(*models: PreTrainedModel) -> Iterator[None]:
+    """Compile the layers of models on a GPU for a block."""
+    on_gpu = [model for model in models if model.device.type == "cuda"]
+    for model in on_gpu:
+        compile_layers(model)
+    try:
+        yield
+    finally:
+        for model in on_gpu:
+            for layer in decoder_layers(model):
+                layer._compiled_call_impl = None
+        if on_gpu:
+            torch._dynamo.reset()

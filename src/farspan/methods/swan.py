@@ -1,0 +1,390 @@
+"""SWAN: turn a model into one whose global layers have no positions and whose rotary layers see a
+window, and let its base recalibrate it.
+
+Rotary layers fail beyond the train length because they meet distances that they never saw. In a
+window they never do. Layers without positions have no distances, and a few of them carry what lies
+farther back. The layout is changed first; then the weights learn, on windows no longer than the
+train length, to predict what the base predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
+from farspan.attention.layout import MIN_WINDOW, LayerLayout, Layout
+from farspan.attention.patch import Patch, set_layout
+from farspan.attention.probe import Layer, probe
+from farspan.attention.scales import Scales
+from farspan.data.recall import FactRows, repeat_spans
+from farspan.errors import FarspanError
+from farspan.files import read_json, write_json
+from farspan.methods.distill import DistillModule, compiled, make_teacher
+from farspan.methods.job import FitJob
+from farspan.methods.layer_costs import (
+    as_table,
+    choose_layers,
+    measure_layers,
+    rows_with_repeats,
+)
+from farspan.methods.tuning import (
+    LossModule,
+    TuningConfig,
+    WeightTraining,
+    train_weights,
+    weights_override,
+)
+from farspan.model.loss import token_losses
+from farspan.train.optim import OptimizerConfig
+from farspan.train.sharding import processes
+
+CHOICES = ("measured", "even")
+LOSSES = ("kl", "cross-entropy")
+LEARNING_RATE = 1e-3
+MIN_LENGTH = 2  # one token predicts nothing
+MAX_WINDOW, MAX_LENGTH = 512, 2048
+SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
+MAX_LOSS = 0.005  # nats a token that sharpening may cost
+BATCH_TOKENS, MICRO_BATCH_TOKENS = 131_072, 16_384
+
+
+@dataclass(frozen=True)
+class SwanConfig:
+    """Settings of swan; 0 is a default that depends on the train length L."""
+
+    window: int = 0  # keys that a rotary layer sees; 0: L/4, at most 512
+    global_share: float = 0.25  # of the layers, that see all keys and have no positions
+    layers: str = "measured"  # where the global layers are: measured, or even (every 4th)
+    spacing: int = 2  # measured layers are at least this far apart
+    measured_rows: int = 8  # windows of text that layers are measured on
+    tokens: int = 32_000_000  # of distillation
+    length: int = 0  # of its windows; 0: L, at most 2,048
+    loss: str = "kl"  # kl: from the base; cross-entropy: on the text
+    repeats: float = 0.25  # share of the windows with spans that stand twice
+    facts: float = 0.0  # share of the windows with facts that are asked for at the end
+    sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
+
+    def __post_init__(self):
+        if not 0 < self.global_share <= 1:
+            raise FarspanError(
+                f"swan.global_share is {self.global_share:g}; choose a share above 0 and up to 1, "
+                "because without global layers nothing beyond the window is seen"
+            )
+        for name, choices in (("layers", CHOICES), ("loss", LOSSES)):
+            if getattr(self, name) not in choices:
+                raise FarspanError(
+                    f"swan.{name} is {getattr(self, name)!r}; choose {' or '.join(choices)}"
+                )
+        for name in ("repeats", "facts"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise FarspanError(
+                    f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
+                )
+        if self.repeats + self.facts > 1:
+            raise FarspanError(
+                f"swan.repeats and swan.facts are {self.repeats + self.facts:g} together; "
+                "choose shares of the windows that add up to at most 1"
+            )
+        for name, minimum in (("spacing", 1), ("measured_rows", 1), ("tokens", 1)):
+            if getattr(self, name) < minimum:
+                raise FarspanError(
+                    f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
+                )
+        for name, minimum in (("window", MIN_WINDOW), ("length", MIN_LENGTH)):
+            if getattr(self, name) and getattr(self, name) < minimum:
+                raise FarspanError(
+                    f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
+                )
+
+    def window_for(self, train_length: int) -> int:
+        window = self.window or max(MIN_WINDOW, min(MAX_WINDOW, train_length // 4))
+        if window > train_length:
+            raise FarspanError(
+                f"swan.window is {window}, more than the train length of {train_length}: rotary "
+                "layers would see distances that they were not trained on; choose a shorter window"
+            )
+        return window
+
+    def length_for(self, train_length: int) -> int:
+        length = self.length or min(MAX_LENGTH, train_length)
+        if length > train_length:
+            raise FarspanError(
+                f"swan.length is {length}, more than the train length of {train_length}, where the "
+                "base predicts badly and teaches that; choose shorter windows"
+            )
+        return length
+
+
+@dataclass(frozen=True)
+class DistillPlan:
+    """The size of a distillation run."""
+
+    length: int  # tokens of a window
+    batch: int  # windows of a step
+    micro_batch: int
+    steps: int
+
+    @classmethod
+    def make(cls, config: SwanConfig, tuning: TuningConfig, train_length: int) -> DistillPlan:
+        length = config.length_for(train_length)
+        micro_batch = tuning.micro_batch or max(1, MICRO_BATCH_TOKENS // length)
+        batch = tuning.batch or micro_batch * max(1, BATCH_TOKENS // (micro_batch * length))
+        if not tuning.micro_batch:
+            share = max(1, batch // processes().num_processes)
+            micro_batch = max(rows for rows in range(1, micro_batch + 1) if share % rows == 0)
+        micro_batch = min(batch, micro_batch)
+        steps = tuning.steps or max(1, round(config.tokens / (batch * length)))
+        return cls(length, batch, micro_batch, steps)
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch * self.length
+
+
+def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: TuningConfig) -> Patch:
+    """Choose the global layers, change the layout, and distill the base into the changed model."""
+    plan = DistillPlan.make(config, tuning, job.train_length)
+    job = job.with_windows(plan.length)
+    teacher = make_teacher(model)
+    layout = _stored_layout(model, teacher, job, config)
+    job.details["layout"] = layout.to_json()
+    job.details["distillation"] = {**vars(plan), "tokens": plan.tokens}
+    try:
+        set_layout(model, layout)
+        with compiled(model, teacher):
+            weights = _distill(model, teacher, job, config, tuning, plan)
+        scales = None
+        if config.sharpen:
+            with weights_override(model, weights):
+                scales = _sharpen(model, job, layout.global_layers)
+    finally:
+        seam.remove_layout(model)
+    return job.patch("swan", layout=layout, weights=weights, scales=scales)
+
+
+def _sharpen(model: PreTrainedModel, job: FitJob, layers: Sequence[int]) -> Scales | None:
+    """The scales that retrieve best over the target length without a higher loss; None: no scales.
+
+    Attention over many more keys than in training is too flat to pick out one of them."""
+    distance = min(job.train_length, job.target // 2)
+    ids, known = rows_with_repeats(job.choose, job.seed, distance)
+    advance = job.progress("sharpen", len(SLOPES))
+    heads = {layer.index: layer.heads for layer in probe(model)}
+    table = torch.ones(len(layers), heads[layers[0]])
+    losses: dict[float, tuple[float, float]] = {}
+    for slope in SLOPES:
+        scales = Scales(tuple(layers), table, slope * table, "log", job.train_length)
+        seam.install(model, scales)
+        try:
+            by_token = [token_losses(model, row[None].to(model.device))[0].cpu() for row in ids]
+        finally:
+            seam.remove_scales(model)
+        by_row = torch.stack(by_token)
+        losses[slope] = by_row[~known[:, 1:]].mean().item(), by_row[known[:, 1:]].mean().item()
+        advance(1, "slope {:g}: loss {:.4f}, repeated tokens {:.4f}".format(slope, *losses[slope]))
+    job.details["sharpening"] = [
+        {"slope": slope, "loss": round(loss, 5), "retrieval": round(retrieval, 5)}
+        for slope, (loss, retrieval) in losses.items()
+    ]
+    best = best_slope(losses)
+    return Scales(tuple(layers), table, best * table, "log", job.train_length) if best else None
+
+
+def best_slope(losses: Mapping[float, tuple[float, float]]) -> float:
+    """Of the slopes whose loss is within MAX_LOSS of the lowest, the one that retrieves best."""
+    lowest = min(loss for loss, _ in losses.values())
+    allowed = {slope: pair for slope, pair in losses.items() if pair[0] <= lowest + MAX_LOSS}
+    return min(allowed, key=lambda slope: allowed[slope][1])
+
+
+def _stored_layout(
+    model: PreTrainedModel, teacher: PreTrainedModel, job: FitJob, config: SwanConfig
+) -> Layout:
+    """The layout that was chosen when this run began: a resumed run must not choose another one,
+    and neither must another process."""
+    if job.folder is None:
+        return _choose_layout(model, teacher, job, config)
+    file = job.folder / "layout.json"
+    with processes().main_process_first():
+        if not file.exists():
+            layout = _choose_layout(model, teacher, job, config)
+            write_json(file, {"layout": layout.to_json(), "details": job.details})
+    stored = read_json(file)
+    job.details.update(stored["details"])
+    return Layout.parse(stored["layout"])
+
+
+def _choose_layout(
+    model: PreTrainedModel, teacher: PreTrainedModel, job: FitJob, config: SwanConfig
+) -> Layout:
+    """The new layout; the sentence that explains it goes to the record."""
+    layers = probe(model)
+    window = config.window_for(job.train_length)
+    check_layers(layers, type(model).__name__, config)
+    open_layers = [layer for layer in layers if layer.window is None]
+    if len(open_layers) < len(layers):
+        job.details["choice"] = (
+            "the model has windows of its own, so all layers that see all keys lose their rotation"
+        )
+        return Layout({layer.index: LayerLayout(False) for layer in open_layers})
+    indices = [layer.index for layer in layers]
+    count = _global_count(layers, config)
+    if count == len(layers) and all(layer.position == "none" for layer in layers):
+        raise FarspanError(
+            f"no layer of {type(model).__name__} has positions, and with a swan.global_share of "
+            f"{config.global_share:g} none gets a window, so nothing would change; choose a "
+            "smaller share"
+        )
+    if config.layers == "even" or count == len(layers):
+        chosen = even_layers(indices, count)
+        job.details["choice"] = (
+            f"{count} of {len(layers)} layers are global, at equal distances: {_list(chosen)}"
+        )
+    else:
+        rotary = [layer.index for layer in layers if layer.position == "rope"]
+        costs = measure_layers(model, teacher, job, indices, rotary, window, config.measured_rows)
+        chosen = choose_layers(costs, count, config.spacing)
+        retrieval = {cost.layer: cost.window_retrieval for cost in costs}
+        dearest = max(retrieval[layer] for layer in chosen)
+        others = max(retrieval[layer] for layer in indices if layer not in chosen)
+        job.details["layer_costs"] = as_table(costs)
+        job.details["choice"] = (
+            f"layers {_list(chosen)} are global: of layers {config.spacing} or more apart, a "
+            f"window of {window} keys costs retrieval most there, up to {dearest:.3f} nats a "
+            f"token, and at most {others:.3f} in any other layer"
+        )
+    return Layout(
+        {
+            index: LayerLayout(False) if index in chosen else LayerLayout(True, window)
+            for index in indices
+        }
+    )
+
+
+def check_layers(layers: Sequence[Layer], name: str, config: SwanConfig) -> None:
+    """Refuse models that no layout can change, and settings that would have no effect."""
+    other = next((layer for layer in layers if layer.position not in ("rope", "none")), None)
+    if other is not None:
+        raise FarspanError(
+            f"swan changes rotary layers and layers without positions, and layer {other.index} of "
+            f"{name} has {other.position} positions; use uniform, headscale or headlog"
+        )
+    if all(layer.window is not None for layer in layers):
+        raise FarspanError(
+            f"every layer of {name} sees a window by its config, so none can become global; "
+            "choose a model with layers that see all keys"
+        )
+    seeing_all = [layer for layer in layers if layer.window is None]
+    if len(seeing_all) < len(layers) and all(layer.position == "none" for layer in seeing_all):
+        raise FarspanError(
+            f"{name} has this layout already: its layers that see all keys have no positions, and "
+            "the others see a window; use uniform, headscale or headlog"
+        )
+    for setting in ("window", "global_share", "layers", "spacing"):
+        value = getattr(config, setting)
+        if len(seeing_all) < len(layers) and value != getattr(SwanConfig, setting):
+            raise FarspanError(
+                f"{name} has windows of its own, which stay, so swan.{setting}={value} would have "
+                "no effect; remove it"
+            )
+
+
+def even_layers(indices: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` layers at equal distances, the last one included: 3 and 7 of 8."""
+    return tuple(indices[round((number + 1) * len(indices) / count) - 1] for number in range(count))
+
+
+def _list(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))
+
+
+def _distill(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    job: FitJob,
+    config: SwanConfig,
+    tuning: TuningConfig,
+    plan: DistillPlan,
+) -> dict[str, Tensor]:
+    training = WeightTraining(
+        DistillModule(model, teacher) if config.loss == "kl" else LossModule(model),
+        job.batches(plan.batch, plan.micro_batch, model.device, _recall_rows(job, config)),
+        tokens=plan.batch * plan.length,
+        steps=plan.steps,
+        optimization=OptimizerConfig(
+            "adamw",
+            lr=tuning.lr or LEARNING_RATE,
+            weight_decay=0.0,
+            warmup=min(tuning.warmup, plan.steps),
+            schedule="linear",
+            decay=1.0,
+        ),
+        flops=distillation_flops(
+            model,
+            probe(model),
+            probe(teacher) if config.loss == "kl" else (),
+            plan.length,
+        ),
+    )
+    return train_weights(model, job, "distill", tuning, training)
+
+
+def _recall_rows(job: FitJob, config: SwanConfig) -> Callable[[Tensor, int], Tensor] | None:
+    """A function that makes some windows reward looking far back."""
+    if not config.repeats and not config.facts:
+        return None
+    if config.facts and job.tokenizer is None:
+        raise FarspanError("swan.facts needs a tokenizer, and this model has none; remove it")
+    facts, window = FactRows(job.tokenizer), config.window_for(job.train_length)
+
+    def change_row(row: Tensor, number: int) -> Tensor:
+        rng = np.random.default_rng((job.seed, 1, number))
+        draw = rng.random()
+        if draw < config.facts:
+            return facts.row(row, rng)
+        if draw < config.facts + config.repeats:
+            return repeat_spans(row, rng, min(window, len(row) // 2))[0]
+        return row
+
+    return change_row
+
+
+def distillation_flops(
+    model: PreTrainedModel, layers: Sequence[Layer], base: Sequence[Layer], length: int
+) -> float:
+    """Of one token: the forward and backward pass of the model, whose layers are `layers`, and the
+    forward pass of its base; without base layers, of the model alone."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    matrices = sum(weight.numel() for weight in model.parameters())
+    matrices -= 0 if head is table else table.numel()
+    learning, teaching = (
+        2 * matrices + sum(_attention_flops(layer, length) for layer in each) if each else 0.0
+        for each in (layers, base)
+    )
+    return 3 * learning + teaching
+
+
+def _attention_flops(layer: Layer, length: int) -> float:
+    """Of the scores and the weighted values of one token, forward, on average over a text."""
+    window = min(layer.window or length, length)
+    mean_keys = window - window * (window - 1) / (2 * length)
+    return 4 * layer.heads * layer.head_dim * mean_keys
+
+
+def planned_layers(layers: Sequence[Layer], config: SwanConfig, train_length: int) -> list[Layer]:
+    """The layers of the converted model, with the global ones at equal distances."""
+    window, count = config.window_for(train_length), _global_count(layers, config)
+    chosen = even_layers([layer.index for layer in layers], count)
+    if any(layer.window for layer in layers):  # its windows stay
+        return list(layers)
+    return [layer if layer.index in chosen else replace(layer, window=window) for layer in layers]
+
+
+def _global_count(layers: Sequence[Layer], config: SwanConfig) -> int:
+    return max(1, round(config.global_share * len(layers)))

@@ -1,0 +1,197 @@
+"""Rows that reward looking far back: spans that stand twice, and facts asked for at the end."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from farspan.data import passkey, recall
+from farspan.data.recall import FACTS, NAMES, WORDS, FactRows, repeat_spans
+from farspan.evals import needle
+
+ROW = torch.arange(2048)  # every token once, so that a repetition can only be made
+
+
+class CharacterTokenizer:
+    """Every character is a token."""
+
+    def __call__(self, text: str, **_options) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def text_of(row: torch.Tensor) -> str:
+    return "".join(map(chr, row.tolist()))
+
+
+def repeated(seed: int, min_distance: int, length: int = len(ROW)):
+    return repeat_spans(ROW[:length], np.random.default_rng(seed), min_distance)
+
+
+# Spans that stand twice.
+
+
+@pytest.mark.parametrize("min_distance", [0, 64, 500, 2000])
+def test_known_tokens_follow_the_same_token_far_before(min_distance):
+    """Each one: no later span destroys an earlier one."""
+    counts = []
+    for seed in range(200):
+        row, known = repeated(seed, min_distance)
+        pairs = (row[:-1] * len(ROW) + row[1:]).numpy()
+        _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+        places = known.nonzero()[:, 0].numpy()
+        distances = places - 1 - first[inverse[places - 1]]
+        assert (distances > min_distance).all(), seed
+        counts.append(len(places))
+    assert min(counts) >= 1
+    assert np.mean(counts) > min(100, (len(ROW) - min_distance) // 4)
+
+
+def test_tokens_that_stand_twice_are_known_except_the_first_of_a_span():
+    for seed in range(200):
+        row, known = repeated(seed, 64)
+        again = torch.ones_like(known)
+        again[np.unique(row.numpy(), return_index=True)[1]] = False
+        assert not (known & ~again).any()
+        surprises = again & ~known
+        assert not (surprises[1:] & surprises[:-1]).any()
+        assert 1 <= int(surprises.sum()) <= len(row) // recall.SPAN_EVERY
+
+
+def test_other_tokens_stay_where_they_were():
+    row, known = repeated(0, 64)
+    changed = row != ROW
+    spans = known.clone()
+    spans[:-1] |= known[1:]  # with the first token of each span
+    assert bool(changed.any())
+    assert torch.equal(changed, spans)
+    assert torch.equal(ROW, torch.arange(2048)), "the row itself is not changed"
+
+
+def test_spans_are_a_function_of_the_generator():
+    first, again, other = (repeated(seed, 64) for seed in (3, 3, 4))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize(("length", "min_distance"), [(1, 0), (3, 0), (20, 17), (20, 20), (20, 99)])
+def test_rows_too_short_for_two_spans_stay_unchanged(length, min_distance):
+    row, known = repeated(0, min_distance, length)
+    assert torch.equal(row, ROW[:length])
+    assert not known.any()
+
+
+@pytest.mark.parametrize(("length", "min_distance"), [(4, 0), (20, 16), (21, 16)])
+def test_the_shortest_rows_hold_two_tokens_twice(length, min_distance):
+    row, known = repeated(0, min_distance, length)
+    assert known.sum() == 1
+    assert len(set(row.tolist())) == length - 2
+
+
+# Facts.
+
+
+FILLER = torch.tensor([ord("~")] * 600)
+
+
+def fact_rows(count: int = 300, length: int = 600) -> list[str]:
+    maker = FactRows(CharacterTokenizer())
+    rows = [maker.row(FILLER[:length], np.random.default_rng(seed)) for seed in range(count)]
+    assert all(len(row) == length and row.dtype == FILLER.dtype for row in rows)
+    return [text_of(row) for row in rows]
+
+
+def pattern_of(template: str) -> str:
+    fields = {"thing": "[a-z ]+", "name": "[A-Z][a-z]+", "value": "[a-z0-9 ]+?"}
+    pattern = re.escape(template)
+    for field, allowed in fields.items():
+        name = rf"\{{{field}\}}"
+        pattern = pattern.replace(name, f"(?P<{field}>{allowed})", 1)
+        pattern = pattern.replace(name, f"(?P={field})")
+    return pattern
+
+
+def asked_fact(text: str) -> tuple[str, str]:
+    """The fact that the end of a row asks for, and the text before the question."""
+    for fact, question in FACTS:
+        for match in re.finditer(pattern_of(question) + "$", text):
+            return fact.format(**match.groupdict()), text[: match.start()]
+    raise AssertionError(f"no question at the end of {text[-80:]!r}")
+
+
+def test_the_asked_fact_stands_once_before_the_question():
+    counts, places = set(), []
+    for text in fact_rows():
+        fact, before = asked_fact(text)
+        assert before.count(fact) == 1
+        places.append(before.index(fact) / len(before))
+        counts.add(sum(len(re.findall(pattern_of(each), before)) for each, _ in FACTS))
+    assert counts == {1, 2, 3, 4}
+    assert min(places) < 0.1
+    assert max(places) > 0.8
+
+
+def test_the_other_tokens_of_a_row_with_facts_are_its_beginning():
+    """In their order: facts are put between them, and only its end is cut."""
+    letters = torch.arange(0x4E00, 0x4E00 + 600)
+    for seed in range(50):
+        row = FactRows(CharacterTokenizer()).row(letters, np.random.default_rng(seed))
+        kept = row[row >= 0x4E00]
+        assert torch.equal(kept, letters[: len(kept)])
+        assert 100 < len(kept) < 600
+
+
+def test_facts_are_a_function_of_the_generator():
+    assert fact_rows(20) == fact_rows(20)
+    assert len(set(fact_rows(20))) == 20
+
+
+def test_rows_too_short_for_facts_stay_unchanged():
+    maker, short = FactRows(CharacterTokenizer()), 0
+    for length in (0, 1, 40, 110):
+        for seed in range(20):
+            row = maker.row(FILLER[:length], np.random.default_rng(seed))
+            assert len(row) == length
+            short += torch.equal(row, FILLER[:length])
+            if length <= 40:
+                assert torch.equal(row, FILLER[:length])
+    assert 60 < short < 80, "of 110 tokens some rows hold their facts, and some do not"
+
+
+def test_facts_share_nothing_with_the_evaluations():
+    """No number of their lengths, no sentence, and none of their words as names or values."""
+    texts = fact_rows(1000)
+    numbers = {len(number) for text in texts for number in re.findall(r"\d+", text)}
+    evaluated = {
+        len(str(number)) for each in (needle.NUMBERS, needle.VALUES) for number in each[:1]
+    }
+    assert evaluated | {len(str(passkey.KEYS[0]))} == {5, 7}
+    assert numbers == set(recall.DIGITS)
+    assert not numbers & {5, 7}
+    keys = {*needle.ADJECTIVES.split(), *needle.NOUNS.split()}
+    assert not keys & {word.lower() for word in (*WORDS, *NAMES)}
+    ours = {sentence for pair in FACTS for part in pair for sentence in sentences(part)}
+    theirs = {sentence for text in evaluation_texts() for sentence in sentences(text)}
+    assert len(ours) >= 8
+    assert len(theirs) > 10
+    assert not ours & theirs
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a template or a text, with every field, number and key as a star."""
+    text = re.sub(r"\{\w+\}|\d+|\w+-\w+|VAR [A-Z]{5}", "*", text)
+    return [part.strip().lower() for part in re.split(r"[.?!:\n]", text) if part.strip(" *")]
+
+
+def evaluation_texts() -> list[str]:
+    samples = [
+        needle.Needle((256,))._make_sample(task, number)
+        for task in needle.TASKS
+        for number in range(3)
+    ]
+    asked = [text for sample in samples for text in (*sample.needles, sample.question)]
+    passkeys = [passkey.TASK, passkey.FILLER, passkey.INFO, passkey.QUESTION]
+    return [*passkeys, needle.INTRO, *needle.INTROS.values(), *asked]
