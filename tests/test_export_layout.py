@@ -219,6 +219,7 @@ def test_stock_keeps_the_generation_config(tmp_path):
     assert stock.generation_config.eos_token_id == [2, 5]
 
 
+@pytest.mark.long
 def test_stock_runs_in_a_process_without_farspan(exported, tmp_path):
     names = ["qwen2", "farspan-none", "gemma3"]
     folders = {name: str(exported(name)[1].folder) for name in names}

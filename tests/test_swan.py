@@ -57,7 +57,7 @@ MORE_FAMILIES = [
     ),
 ]
 BY_NAME = {family.name: family for family in (*FAMILIES, *MORE_FAMILIES)}
-SETTINGS = SwanConfig(window=WINDOW, measured_rows=1)
+SETTINGS = SwanConfig(window=WINDOW, measured_rows=1, sharpen=False)
 EVEN = replace(SETTINGS, layers="even")
 QUICK = TuningConfig(steps=6, batch=4, micro_batch=2, lr=1e-3, warmup=1)
 
@@ -831,6 +831,7 @@ def tiny(tmp_path_factory) -> Path:
 FEW = ["choose_windows=1", "report_windows=1", "passkeys=0", "swan.measured_rows=1"]
 
 
+@pytest.mark.long
 def test_swan_extends_a_bundled_model(tmp_path):
     small = ["swan.tokens=512", "tuning.batch=2", "swan.length=64", "swan.window=16"]
     result = farspan.extend(
@@ -965,7 +966,7 @@ def test_sharpening_scales_the_global_layers_only_and_is_recorded(monkeypatch):
     model = build("farspan-rope")
     monkeypatch.setattr(swan_module, "best_slope", lambda losses: 0.15)
     job = job_for(model)
-    patch = swan(model, job, EVEN, QUICK)
+    patch = swan(model, job, replace(EVEN, sharpen=True), QUICK)
     assert patch.scales.layers == patch.layout.global_layers == (3,)
     assert (patch.scales.basis, patch.scales.length) == ("log", LENGTH)
     assert patch.scales.slope.unique().tolist() == [pytest.approx(0.15)]
@@ -977,7 +978,7 @@ def test_sharpening_scales_the_global_layers_only_and_is_recorded(monkeypatch):
     losses = token_losses(patched, ids)
     assert unscaled["retrieval"] == pytest.approx(losses[known[:, 1:]].mean().item(), abs=1e-4)
     assert unscaled["loss"] == pytest.approx(losses[~known[:, 1:]].mean().item(), abs=1e-4)
-    assert swan(model, job_for(model), replace(EVEN, sharpen=False), QUICK).scales is None
+    assert swan(model, job_for(model), EVEN, QUICK).scales is None
 
 
 def test_a_scaling_method_replaces_the_sharpening():
