@@ -289,6 +289,7 @@ def test_verdict_on_a_noisy_high_loss_is_inconclusive(bundled):
     assert "too noisy" not in diagnosed(None, without_positions=True).verdict
 
 
+@pytest.mark.long
 def test_bundled_model_fails_inside_under_a_small_scale():
     low, high = farspan.diagnose("nope-twin", lengths=[640], windows=2, scales=[0.7, 1.1])
     assert "already fails inside its train length" in low.verdict

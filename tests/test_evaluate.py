@@ -476,7 +476,7 @@ def build_evaluation(name: str, lengths: tuple[int, ...], bench: Path, tiny: Pat
     return build(model, make_plan(model, SUITES[name], config, data.get(name, {})))
 
 
-@pytest.mark.parametrize("lengths", [(256,), (256, 300)])
+@pytest.mark.parametrize("lengths", [pytest.param((256,), marks=pytest.mark.long), (256, 300)])
 @pytest.mark.parametrize("name", ["perplexity", "passkey", "needle", "longbench", "commonsense"])
 def test_score_keys_are_known_before_the_run(tiny, bench, name, lengths):
     evaluation = build_evaluation(name, lengths, bench, tiny)

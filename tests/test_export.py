@@ -230,6 +230,7 @@ def test_live_keeps_a_schedule(tmp_path):
     assert farspan.export(patch, tmp_path / "out", "live").proofs["beyond"].max_abs_logit == 0
 
 
+@pytest.mark.long
 def test_stock_runs_in_a_process_without_farspan(exported, live_logits, tmp_path):
     done = exported("nope-twin:scales", "stock")
     mixture = build("farspan-swan")  # windowed rotary layers and a NoPE layer
@@ -342,7 +343,15 @@ def test_llama_loaded_without_rotation_is_exported_without_rotation(tmp_path):
         assert {layer.position for layer in farspan.inspect(done.folder).layers} == {"none"}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gpt2",
+        pytest.param("phi3", marks=pytest.mark.long),
+        pytest.param("granitemoehybrid", marks=pytest.mark.long),
+    ],
+)
 def test_exports_of_other_families_generate_the_same_tokens(name: str, tmp_path):
     layers = (1, 3) if name == "granitemoehybrid" else tuple(range(4))
     patch = tiny(name, tmp_path, scales=replace(constant_scales(len(layers), 4), layers=layers))

@@ -132,7 +132,13 @@ PARTS = {
 # Stock
 
 
-@pytest.mark.parametrize("name", EXACT)
+QUICK = ("llama", "qwen2", "mistral", "farspan-rope", "farspan-none", "gemma3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in EXACT],
+)
 @torch.no_grad()
 def test_stock_equals_live_with_every_cache(name: str, exported):
     live, done = exported(name)
@@ -241,6 +247,7 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
         assert (stock[name] - logits(exported(name)[0], tokens(LENGTH))).abs().max() < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen2", "farspan-rope"])
 @pytest.mark.parametrize("rope", [YARN, {"rope_type": "none"}, {"rope_type": "dynamic"}], ids=str)
 def test_rope_parameters_of_the_patch_are_kept(name: str, rope: dict, tmp_path):
@@ -323,7 +330,7 @@ def test_folded_keeps_score_biases_that_the_layout_does_not_name(tmp_path):
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
 
 
-@pytest.mark.parametrize("name", ["llama", "farspan-none", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["farspan-none", "gemma3"])
 def test_live_holds_base_and_layout(name: str, tmp_path):
     layout = EXACT.get(name, SWAN)
     growing = scales("log")

@@ -18,6 +18,7 @@ from farspan.attention.patch import Patch, fingerprint, set_layout, set_rope
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals.decoding import generate_tokens
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 LENGTH, WINDOW = 33, 3
@@ -155,8 +156,11 @@ def test_caches_and_chunks_change_nothing(family: Family, cache: str):
     if family.name == "llama4" and cache != "plain":
         pytest.skip("transformers' own chunked caches need the mask of its generate")
     model, ids = family.build(), tokens(LENGTH)
-    if cache == "plain" and any(layer.window for layer in probe(model)):
+    own_windows = any(layer.window for layer in probe(model))
+    if own_windows and cache == "plain":
         pytest.skip("a family with windows of its own needs a cache made from its config")
+    if not own_windows and cache == "config":
+        pytest.skip("without windows in the config this is the plain cache")
     layout = swan(model)
     set_layout(model, layout)
     seam.install(model, growing_scales(model))
@@ -211,6 +215,27 @@ def test_generate_decodes_what_the_whole_text_predicts(name: str):
         ids = model.generate(tokens(9, batch=1), max_new_tokens=12, do_sample=False, **options)
         predicted = model(ids, use_cache=False).logits.argmax(-1)
         assert ids[0, 9:].tolist() == predicted[0, 8:-1].tolist()
+
+
+@torch.no_grad()
+def test_decoding_uses_the_small_cache(monkeypatch):
+    model, ids = family_named("llama").build(), tokens(20, batch=2)
+    assert seam.cache_options(model) == {}, "without windows the model makes its own cache"
+    options = {"end_ids": [], "beams": 2}
+    set_layout(model, swan(model))
+    expected = [model.generate(row[None], max_new_tokens=6, do_sample=False) for row in ids]
+    caches, make_cache = [], seam.make_cache
+
+    def recording_make_cache(model):
+        caches.append(make_cache(model))
+        return caches[-1]
+
+    monkeypatch.setattr(seam, "make_cache", recording_make_cache)
+    greedy = generate_tokens(model, ids, 6, end_ids=[])
+    assert greedy == [row[0, 20:].tolist() for row in expected]
+    sizes = [layer.keys.shape[2] for layer in caches[0].layers]
+    assert sizes == [WINDOW - 1] * 3 + [25]
+    assert len(generate_tokens(model, ids, 6, **options)) == 2, "beams reorder the cache"
 
 
 @torch.no_grad()

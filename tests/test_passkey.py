@@ -71,6 +71,7 @@ def hits(blunted, grid):
     return hits
 
 
+@pytest.mark.long
 def test_hits_equal_greedy_generation_on_100_cells(blunted, grid, hits):
     model, tokenizer = blunted
     generated = {}

@@ -448,7 +448,16 @@ SWAN_FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", SWAN_FAMILIES)
+SLOWER = ("llama-tied", "smollm3", "gpt-oss")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in SLOWER else [])
+        for name in SWAN_FAMILIES
+    ],
+)
 def test_swan_lowers_the_kl_and_restores_the_model(name, fitted_logits):
     count, complete, lr = SWAN_FAMILIES[name]
     # Measuring takes a second.

@@ -541,9 +541,9 @@ def in_processes(count: int, function, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parallel", "optimizer"),
     [
-        ("ddp", "adamw"),
         ("ddp", "muon"),
-        ("fsdp", "adamw"),
+        pytest.param("ddp", "adamw", marks=pytest.mark.long),
+        pytest.param("fsdp", "adamw", marks=pytest.mark.long),
         pytest.param("fsdp", "muon", marks=pytest.mark.long),
     ],
 )

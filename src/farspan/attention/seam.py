@@ -180,6 +180,12 @@ def make_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+def cache_options(model: PreTrainedModel) -> dict[str, DynamicCache]:
+    """The argument of `generate` that keeps its cache small; nothing without windows to use."""
+    layout = installed_layout(model)
+    return {"past_key_values": make_cache(model)} if layout and layout.windows else {}
+
+
 def remove_scales(model: PreTrainedModel) -> PreTrainedModel:
     """Remove the scales, and take the model off the seam if nothing else is attached."""
     for state in attached_states(model):

@@ -16,6 +16,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 
+from farspan.attention import seam
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
@@ -127,6 +128,7 @@ def _stream(
                 torch.manual_seed(seed)
                 model.generate(
                     **options,
+                    **seam.cache_options(model),
                     streamer=streamer,
                     logits_processor=LogitsProcessorList([check_scores]),
                     stopping_criteria=StoppingCriteriaList([stop]),
