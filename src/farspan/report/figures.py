@@ -197,7 +197,7 @@ def loss_curves(curves: Mapping[str, np.ndarray], train_length: int, title: str)
 
 def layer_costs(costs: Sequence[Mapping[str, float]], global_layers: Sequence[int]) -> Figure:
     """What a window, and dropped rotation, costs in each layer; the chosen layers are marked."""
-    panels = (("retrieval", "loss of repeated tokens (nats)"), ("kl", "KL of the output (nats)"))
+    panels = (("retrieval", "repeated tokens (nats)"), ("kl", "KL of the output (nats)"))
     layers = [int(cost["layer"]) for cost in costs]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(max(5.4, 0.28 * len(layers) + 2), 4.6), layout="constrained")
