@@ -371,8 +371,8 @@ def test_missing_text_raises(source: str):
 class WordTokenizer:
     """Tokens are words, and their ids are word lengths."""
 
-    def __call__(self, text: str, **options):
-        return {"input_ids": [len(word) for word in text.split()]}
+    def __call__(self, texts: list[str], **options):
+        return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
 
 
 def test_windows_match_whole_documents_although_only_prefixes_are_tokenized():

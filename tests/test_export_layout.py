@@ -397,6 +397,22 @@ def test_model_card_says_where_the_layout_is(exported):
 # What is refused
 
 
+PARTIAL = ["rope/5", "rope/5", "rope/5", "rope:40"]
+
+
+def test_a_live_export_holds_partial_rotation(tmp_path):
+    patch = save_patch(tmp_path, "llama", PARTIAL)
+    farspan.export(patch, tmp_path / "live", "live")
+    ids = tokens(64)
+    with torch.no_grad():
+        expected = farspan.load(patch).model(ids).logits
+        assert torch.allclose(
+            farspan.load(tmp_path / "live").model(ids).logits, expected, atol=1e-5
+        )
+        without = farspan.load(tmp_path / "base").model(ids).logits
+    assert (without - expected).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("name", "format", "layout", "parts", "message"),
     [
@@ -463,6 +479,16 @@ def test_model_card_says_where_the_layout_is(exported):
         ("farspan-none", "gguf", SWAN, {}, "smollm3 has neither sliding windows nor.*stock"),
         ("gemma3", "gguf", {"3": "none"}, {}, "this is a gemma3_text; .*llama.cpp's own converter"),
         ("llama", "gguf", ["none", "rope", "rope", "rope"], {}, "these are .0, 1, 1, 1.*stock"),
+        ("llama", "stock", PARTIAL, {}, "rotate up to a period of 40 tokens only.*--format live"),
+        ("llama", "gguf", PARTIAL, {}, "rotate up to a period of 40 tokens only.*--format live"),
+        (
+            "gemma3",
+            "stock",
+            {"3": "rope:40"},
+            {},
+            "up to a period of 40 tokens only.*--format live",
+        ),
+        ("farspan-rope", "folded", PARTIAL, {}, "up to a period of 40 tokens only.*--format live"),
     ],
 )
 def test_refuses_layouts_that_a_format_cannot_hold(name, format, layout, parts, message, tmp_path):

@@ -404,8 +404,8 @@ def test_recovers_the_law_of_the_best_scale():
 class CharacterTokenizer:
     """Every character is a token."""
 
-    def __call__(self, text, **_options):
-        return {"input_ids": [ord(letter) for letter in text]}
+    def __call__(self, texts, **_options):
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 
 def test_splits_share_no_token():

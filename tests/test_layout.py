@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -101,6 +102,37 @@ def test_removed_rotation_equals_zero_frequencies(family: Family):
     seam.uninstall(model)
     assert torch.equal(model(ids, use_cache=False).logits, base)
     assert model.config.to_dict() == config
+
+
+PERIOD = 100  # some dimensions of the families turn within it, and some do not
+# In these one pair of dimensions turns, or YaRN's factor stays where the reference has no rotation.
+NOT_PARTIAL = ("farspan-quarter-rope", "gpt-neox", "ministral3", "gpt-oss")
+PARTIAL = [family for family in ROTARY if family.name not in NOT_PARTIAL]
+
+
+@pytest.mark.parametrize("family", PARTIAL, ids=lambda family: family.name)
+@torch.no_grad()
+def test_partial_rotation_equals_zero_slow_frequencies(family: Family):
+    model, ids = family.build(), tokens(LENGTH)
+    reference = copy.deepcopy(model)
+    zeroed = 0
+    for name, frequencies in reference.named_buffers():
+        if name.endswith("inv_freq"):
+            slow = frequencies * PERIOD < 2 * math.pi
+            frequencies.masked_fill_(slow, 0)
+            zeroed += int(slow.sum())
+    assert zeroed
+    expected = reference(ids, use_cache=False).logits
+    base = model(ids, use_cache=False).logits
+    rotary = [layer for layer in probe(model) if layer.position == "rope"]
+    set_layout(
+        model,
+        Layout({layer.index: LayerLayout(True, layer.window, PERIOD) for layer in rotary}),
+    )
+    assert (model(ids, use_cache=False).logits - expected).abs().max() < 1e-5
+    assert tuple(layer.position for layer in probe(model)) == family.positions
+    seam.uninstall(model)
+    assert torch.equal(model(ids, use_cache=False).logits, base)
 
 
 LAYOUTS = [
@@ -390,7 +422,27 @@ def test_a_layer_cannot_see_more_than_its_config_lets_it(name: str):
         set_layout(model, Layout({0: LayerLayout(False)}))
 
 
-@pytest.mark.parametrize("text", ["rope/1", "rope/", "rope/x", "alibi", "", "none/-3", 5, None])
+@pytest.mark.parametrize("text", ["rope", "rope/512", "rope:8192", "rope:64/8", "none", "none/2"])
+def test_layer_layouts_are_written_as_they_are_read(text):
+    assert str(LayerLayout.parse(text)) == text
+
+
+INVALID = [
+    "rope/1",
+    "rope/",
+    "rope/x",
+    "alibi",
+    "",
+    "none/-3",
+    5,
+    None,
+    "rope:1",
+    "none:8",
+    "rope:",
+]
+
+
+@pytest.mark.parametrize("text", INVALID)
 def test_unknown_layer_layouts_are_refused(text):
     with pytest.raises(FarspanError, match="is unknown; write it as rope, rope/512"):
         LayerLayout.parse(text)

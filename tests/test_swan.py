@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import farspan
 from families import FAMILIES, SHAPE, VOCABULARY, Family, tokens
 from farspan.attention import seam
-from farspan.attention.layout import LayerLayout
+from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError
@@ -57,7 +57,7 @@ MORE_FAMILIES = [
     ),
 ]
 BY_NAME = {family.name: family for family in (*FAMILIES, *MORE_FAMILIES)}
-SETTINGS = SwanConfig(window=WINDOW, measured_rows=1, sharpen=False)
+SETTINGS = SwanConfig(window=WINDOW, rotation="none", measured_rows=1, sharpen=False)
 EVEN = replace(SETTINGS, layers="even")
 QUICK = TuningConfig(steps=6, batch=4, micro_batch=2, lr=1e-3, warmup=1)
 
@@ -540,6 +540,31 @@ def test_the_share_sets_the_number_of_global_layers(share, chosen):
     }
 
 
+@pytest.mark.parametrize(("period", "expected"), [(0, f"rope:{LENGTH // 2}"), (24, "rope:24")])
+def test_global_layers_keep_their_fast_dimensions(period, expected, fitted_logits):
+    model = build("llama")
+    before = snapshot(model)
+    settings = replace(EVEN, rotation="fast", max_period=period)
+    patch = swan(model, job_for(model), settings, QUICK)
+    assert_unchanged(model, before)
+    assert patch.layout.to_json() == {**dict.fromkeys("012", f"rope/{WINDOW}"), "3": expected}
+    patched = patch.apply(build("llama"))
+    assert torch.allclose(logits_of(patched), fitted_logits[0], atol=1e-4)
+    without = replace(patch, layout=Layout({**patch.layout.layers, 3: GLOBAL}))
+    difference = logits_of(patched) - logits_of(without.apply(build("llama")))
+    assert difference.abs().max() > 1e-3, "some dimensions rotate"
+
+
+def test_layers_without_rotation_get_none():
+    model = build("farspan-none")
+    patch = swan(model, job_for(model), replace(EVEN, rotation="fast"), replace(QUICK, steps=1))
+    assert str(patch.layout.layers[3]) == "none"
+    with pytest.raises(FarspanError, match="no layer of .* rotates, so swan.max_period=24"):
+        swan(model, job_for(model), replace(EVEN, rotation="fast", max_period=24), QUICK)
+    with pytest.raises(FarspanError, match="swan.rotation=none, swan.max_period=24 would have no"):
+        swan(build("llama"), job_for(model), replace(EVEN, max_period=24), QUICK)
+
+
 # The size of a run.
 
 
@@ -547,7 +572,7 @@ def test_the_share_sets_the_number_of_global_layers(share, chosen):
 @pytest.mark.parametrize("batch", [0, 1, 20, 37])
 def test_default_micro_batches_divide_the_batch(train_length, batch):
     plan = DistillPlan.make(SwanConfig(), TuningConfig(batch=batch), train_length)
-    assert plan.length == min(2048, train_length)
+    assert plan.length == min(8192, train_length)
     assert plan.batch % plan.micro_batch == 0
     assert plan.micro_batch * plan.length <= swan_module.MICRO_BATCH_TOKENS
     if batch:
@@ -570,7 +595,7 @@ def test_defaults_follow_the_train_length():
     config = SwanConfig()
     lengths = (4, 8, 512, 2048, 4096, 131_072)
     assert [config.window_for(length) for length in lengths] == [2, 2, 128, 512, 512, 512]
-    assert [config.length_for(length) for length in lengths] == [4, 8, 512, 2048, 2048, 2048]
+    assert [config.length_for(length) for length in lengths] == [4, 8, 512, 2048, 4096, 8192]
 
 
 # Rows that reward looking far back.

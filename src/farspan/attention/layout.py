@@ -2,11 +2,15 @@
 
 A layout changes attention layer by layer without touching the config or the weights. A layer is
 written like a position of farspan's own models: `rope/512` rotates and sees the last 512 keys,
-`none` has no rotation and sees all keys. Layers that the layout does not name stay as they are.
+`none` has no rotation and sees all keys. `rope:8192` rotates only the dimensions that turn once
+within 8,192 tokens: slower ones have angles, far away, that the model never saw. Layers that the
+layout does not name stay as they are.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,31 +25,36 @@ THETA = 10_000.0  # of rotation that a layout adds
 # Under these names attention modules receive cosines and sines, or complex numbers.
 ROTATION_ARGUMENTS = ("position_embeddings", "angles")
 
+_LAYER = re.compile(r"(none|rope(:(?P<period>[1-9]\d*))?)(/(?P<window>[1-9]\d*))?")
+
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One layer: whether it rotates, and how many keys it sees at most (None: all)."""
+    """One layer: whether it rotates, how many keys it sees at most (None: all), and up to which
+    period in tokens its dimensions rotate (None: all of them)."""
 
     rotary: bool
     window: int | None = None
+    max_period: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> LayerLayout:
         """`rope/512` -> rotary with a window of 512 keys; `none` -> global without rotation."""
-        kind, _, window = text.partition("/") if isinstance(text, str) else ("", "", "")
-        valid = window.isdecimal() and int(window) >= MIN_WINDOW
-        if kind not in ("rope", "none") or ("/" in text and not valid):
+        match = _LAYER.fullmatch(text) if isinstance(text, str) else None
+        window, period = (int(match[key] or 0) for key in ("window", "period")) if match else (1, 1)
+        if match is None or window == 1 or period == 1:
             raise FarspanError(
-                f"layer layout {text!r} is unknown; write it as rope, rope/512, none or none/512 "
-                f"with a window of {MIN_WINDOW} or more"
+                f"layer layout {text!r} is unknown; write it as rope, rope/512, rope:8192, none or "
+                f"none/512, with a window or a period of {MIN_WINDOW} or more"
             )
-        return cls(kind == "rope", int(window) if window else None)
+        return cls(text.startswith("rope"), window or None, period or None)
 
     def __str__(self) -> str:
         kind = "rope" if self.rotary else "none"
-        return kind if self.window is None else f"{kind}/{self.window}"
+        period = "" if self.max_period is None else f":{self.max_period}"
+        return kind + period + ("" if self.window is None else f"/{self.window}")
 
 
 @dataclass(frozen=True)
@@ -210,25 +219,57 @@ def _rotate(x: Tensor, slots: Tensor, theta: float) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-def drop_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """A forward pre-hook: the attention module receives an identity instead of its rotation."""
-    kept = {
-        name: _identity(value) if name in ROTATION_ARGUMENTS else value
-        for name, value in kwargs.items()
-    }
+class RotationFilter:
+    """A forward pre-hook: the attention module receives an identity in its slow dimensions.
+
+    angles: by which each dimension turns in one token; None: no dimension may turn.
+    max_period: of the dimensions that may, in tokens.
+    """
+
+    def __init__(self, angles: Tensor | None = None, max_period: int = 0):
+        self._fixed = torch.ones((), dtype=torch.bool)
+        if angles is not None:
+            self._fixed = angles.abs() * max_period < 2 * math.pi
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict]:
+        kept = {
+            name: self._filter(value) if name in ROTATION_ARGUMENTS else value
+            for name, value in kwargs.items()
+        }
+        return tuple(self._filter(value) if _is_rotation(value) else value for value in args), kept
+
+    def _filter(self, rotation: Any) -> Any:
+        """YaRN's factor on cosines and sines goes with the rotation of a dimension."""
+        if isinstance(rotation, Tensor):  # complex numbers, in Llama 4
+            return torch.where(self._mask(rotation), torch.ones_like(rotation), rotation)
+        if _is_rotation(rotation):
+            cos, sin = rotation
+            return cos.masked_fill(self._mask(cos), 1), sin.masked_fill(self._mask(sin), 0)
+        return rotation
+
+    def _mask(self, part: Tensor) -> Tensor:
+        if self._fixed.device != part.device:  # the model was moved
+            self._fixed = self._fixed.to(part.device)
+        return self._fixed
+
+
+def rotation_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The rotation among the arguments of an attention module; None if there is none."""
+    named = [kwargs[name] for name in ROTATION_ARGUMENTS if kwargs.get(name) is not None]
     # Families that pass it by position pass the hidden states first, which no rotation looks like.
-    return tuple(_identity(value) if _is_rotation(value) else value for value in args), kept
+    return next(iter(named + [value for value in args if _is_rotation(value)]), None)
+
+
+def step_angles(rotation: Any) -> Tensor:
+    """The angle by which each dimension turns in one token, from the rotation of positions 0, 1."""
+    if isinstance(rotation, Tensor):
+        return rotation.angle().flatten(end_dim=-2)[1]
+    cos, sin = (part.flatten(end_dim=-2)[1].float() for part in rotation)
+    return torch.atan2(sin, cos)
 
 
 def _is_rotation(value: Any) -> bool:
     pair = isinstance(value, tuple) and len(value) == 2
     return pair and all(isinstance(part, Tensor) for part in value)
-
-
-def _identity(rotation: Any) -> Any:
-    """No rotation in the form of this one; YaRN's factor on cosines and sines is gone too."""
-    if isinstance(rotation, Tensor):  # complex numbers, in Llama 4
-        return torch.ones_like(rotation)
-    if _is_rotation(rotation):
-        return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
-    return rotation

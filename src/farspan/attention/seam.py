@@ -34,10 +34,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from farspan.attention.layout import (
     LayerLayout,
     Layout,
+    RotationFilter,
     banded,
-    drop_rotation,
     limit_to_window,
     rotate_by_slot,
+    rotation_argument,
+    step_angles,
     visible_mask,
 )
 from farspan.attention.scales import Scales
@@ -76,7 +78,7 @@ class _SeamState:
     observers: tuple[Observer, ...] = ()
     layout: LayerLayout | None = None
     adds_rotation: bool = False  # the layout rotates, and the layer itself does not
-    rotation_hook: RemovableHandle | None = None  # the layer rotates, and the layout does not
+    rotation_hook: RemovableHandle | None = None  # the layer rotates more than the layout does
 
     @property
     def in_use(self) -> bool:
@@ -120,18 +122,60 @@ def install_layout(
     without_rotation: the layers that do not rotate by themselves, to which `rope` adds rotation.
     `patch.set_layout` finds them and checks the outcome.
     """
-    for call, state in _states(model, attention_calls(model)):
+    calls = attention_calls(model)
+    for _, state in _states(model, calls):
         _clear_layout(state)
-        entry = None if layout is None else layout.layers.get(call.layer)
+    if layout is None:
+        return model
+    filters = _rotation_filters(model, layout, calls)
+    for call, state in _states(model, calls):
+        entry = layout.layers.get(call.layer)
         if entry is None:
             continue
         state.layout = entry
         state.adds_rotation = entry.rotary and call.layer in without_rotation
-        if not entry.rotary:
+        if call.layer in filters:
             state.rotation_hook = call.module.register_forward_pre_hook(
-                drop_rotation, with_kwargs=True
+                filters[call.layer], with_kwargs=True
             )
     return model
+
+
+def _rotation_filters(
+    model: PreTrainedModel, layout: Layout, calls: list[Call]
+) -> dict[int, RotationFilter]:
+    """For each layer that rotates less than its module does, what removes the rest."""
+    filters = {
+        index: RotationFilter() for index, entry in layout.layers.items() if not entry.rotary
+    }
+    partial = {call.module: call.layer for call in calls if _is_partial(layout, call.layer)}
+    if not partial:
+        return filters
+
+    def read_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        index, rotation = partial[module], rotation_argument(args, kwargs)
+        if rotation is None:
+            raise FarspanError(
+                f"layer {index} of {type(model).__name__} receives no rotation, so no part of it "
+                f"can be removed; write {LayerLayout(True, layout.layers[index].window)} or "
+                f"{LayerLayout(False, layout.layers[index].window)}"
+            )
+        filters[index] = RotationFilter(step_angles(rotation), layout.layers[index].max_period or 0)
+
+    handles = [
+        module.register_forward_pre_hook(read_rotation, with_kwargs=True) for module in partial
+    ]
+    try:
+        run_two_tokens(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return filters
+
+
+def _is_partial(layout: Layout, index: int) -> bool:
+    entry = layout.layers.get(index)
+    return entry is not None and entry.max_period is not None
 
 
 def _clear_layout(state: _SeamState) -> None:
@@ -284,10 +328,8 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
     """
     calls: list[Call] = []
     recorder = _SeamState(layer=-1, observers=(calls.append,))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(2, device=model.device)[None] % vocabulary
-    with _on_seam(model), _shared_state(model, recorder), eval_mode(model):
-        model(input_ids=ids, use_cache=False)
+    with _on_seam(model), _shared_state(model, recorder):
+        run_two_tokens(model)
     if not calls:
         raise FarspanError(
             f"{type(model).__name__} has no softmax attention that transformers can redirect, so "
@@ -300,6 +342,14 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
     if min(indices) < 0 or len(set(indices)) < len(indices):  # missing or not unique
         indices = list(range(len(first_calls)))
     return [replace(call, layer=index) for call, index in zip(first_calls, indices, strict=True)]
+
+
+def run_two_tokens(model: PreTrainedModel) -> None:
+    """A forward pass for hooks and observers."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.arange(2, device=model.device)[None] % vocabulary
+    with eval_mode(model):
+        model(input_ids=ids, use_cache=False)
 
 
 @contextmanager

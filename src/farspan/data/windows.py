@@ -6,10 +6,13 @@ A window never crosses a document boundary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from farspan.data.documents import Document
 from farspan.errors import FarspanError
 
 WORD_BOUNDARY = re.compile(r"\w(?= \w)")
+BATCH = 64  # documents that are tokenized together
 CHARACTERS_PER_TOKEN = 6  # a generous guess, doubled where it falls short
 
 
@@ -46,10 +50,11 @@ def cut_windows(documents: Iterable[Document], tokenizer: Any, length: int, limi
     """
     readings, skipped = _read_long_documents(documents, tokenizer, length, limit)
     turns = 1
-    while sum(len(reading.tokens(turns * length)) // length for reading in readings) < limit:
+    while sum(len(reading.ids) // length for reading in readings) < limit:
         if all(reading.complete for reading in readings):
             break
         turns *= 2
+        _read_tokens(readings, tokenizer, turns * length)
     spans = tuple(_Span(reading.name, reading.ids, 0) for reading in readings)
     return _cut(spans, skipped, length, limit)
 
@@ -69,7 +74,8 @@ def split_windows(
     longest = max(lengths.values())
     needed = {name: lengths[name] * limits[name] for name in lengths}
     readings, skipped = _read_long_documents(documents, tokenizer, longest, sum(limits.values()))
-    whole = tuple(_Span(reading.name, reading.tokens(None), 0) for reading in readings)
+    _read_tokens(readings, tokenizer, None)
+    whole = tuple(_Span(reading.name, reading.ids, 0) for reading in readings)
     if len(whole) >= 3 * len(lengths):
         dealt = {name: whole[number :: len(lengths)] for number, name in enumerate(lengths)}
         return {name: _cut(dealt[name], skipped, lengths[name], limits[name]) for name in lengths}
@@ -110,30 +116,46 @@ class _Span:
     """Consecutive tokens of a document."""
 
     document: str
-    ids: list[int]
+    ids: np.ndarray
     start: int  # of the first token, counted in the document
 
 
 class _Reading:
     """A document that is tokenized from its beginning, only as far as needed."""
 
-    def __init__(self, document: Document, tokenizer: Any):
-        self.name, self.complete = document.name, False
-        self.ids: list[int] = []
-        self._text, self._tokenizer = document.text, tokenizer
+    def __init__(self, document: Document):
+        self.name, self.text = document.name, document.text
+        self.ids, self.complete = np.empty(0, dtype=np.int32), False
 
-    def tokens(self, count: int | None) -> list[int]:
-        """At least `count` of the document's tokens, or all if it has fewer; None means all."""
-        characters = len(self._text) if count is None else CHARACTERS_PER_TOKEN * count
-        while not self.complete and (count is None or len(self.ids) < count):
-            # Tokenizers also split between words, so a prefix that ends there has the same tokens
-            # as in the whole text.
-            boundary = WORD_BOUNDARY.search(self._text, characters)
-            text = self._text[: boundary.start() + 1] if boundary else self._text
-            self.ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            self.complete = boundary is None
-            characters *= 2
-        return self.ids
+    def has(self, count: int | None) -> bool:
+        """Whether `count` of its tokens are read, or all of them; None means all."""
+        return self.complete or (count is not None and len(self.ids) >= count)
+
+    def beginning(self, characters: int) -> str:
+        """At least so many characters.
+
+        Tokenizers also split between words, so a prefix that ends there has the same tokens as in
+        the whole text.
+        """
+        boundary = WORD_BOUNDARY.search(self.text, characters)
+        return self.text[: boundary.start() + 1] if boundary else self.text
+
+
+def _read_tokens(readings: Sequence[_Reading], tokenizer: Any, count: int | None) -> None:
+    """Read at least `count` tokens of each document, or all if it has fewer; None means all.
+
+    Fast tokenizers encode the documents of a batch in parallel.
+    """
+    characters = sys.maxsize if count is None else CHARACTERS_PER_TOKEN * count
+    while pending := [reading for reading in readings if not reading.has(count)]:
+        for start in range(0, len(pending), BATCH):
+            batch = pending[start : start + BATCH]
+            texts = [reading.beginning(characters) for reading in batch]
+            encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            for reading, text, ids in zip(batch, texts, encoded, strict=True):
+                reading.ids = np.asarray(ids, dtype=np.int32)
+                reading.complete = len(text) == len(reading.text)
+        characters *= 2
 
 
 def _read_long_documents(
@@ -146,21 +168,21 @@ def _read_long_documents(
         )
     readings: list[_Reading] = []
     skipped: list[dict[str, Any]] = []
-    for document in documents:
-        reading = _Reading(document, tokenizer)
-        ids = reading.tokens(length)
-        if len(ids) >= length:
-            readings.append(reading)
-        else:
-            skipped.append(
-                {
-                    "document": document.name,
-                    "tokens": len(ids),
-                    "why": f"shorter than {length} tokens",
-                }
-            )
-        if len(readings) >= limit:
-            break  # one window from each of them is enough
+    remaining = iter(documents)
+    # One window from each of `limit` documents is enough.
+    while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - len(readings))))):
+        _read_tokens(batch, tokenizer, length)
+        for reading in batch:
+            if len(reading.ids) >= length:
+                readings.append(reading)
+            else:
+                skipped.append(
+                    {
+                        "document": reading.name,
+                        "tokens": len(reading.ids),
+                        "why": f"shorter than {length} tokens",
+                    }
+                )
     if not readings:
         longest = max((entry["tokens"] for entry in skipped), default=0)
         raise FarspanError(
@@ -174,7 +196,7 @@ def _cut(
     spans: tuple[_Span, ...], skipped: tuple[dict[str, Any], ...], length: int, limit: int
 ) -> Windows:
     starts: list[list[int]] = [[] for _ in spans]
-    rows: list[list[int]] = []
+    rows: list[np.ndarray] = []
     for turn in range(max(len(span.ids) // length for span in spans)):
         for span, span_starts in zip(spans, starts, strict=True):
             if len(rows) < limit and (turn + 1) * length <= len(span.ids):
@@ -184,4 +206,4 @@ def _cut(
         {"document": span.document, "tokens": len(span.ids), "starts": span_starts}
         for span, span_starts in zip(spans, starts, strict=True)
     )
-    return Windows(torch.tensor(rows), used, skipped)
+    return Windows(torch.from_numpy(np.stack(rows).astype(np.int64)), used, skipped)

@@ -52,7 +52,14 @@ class ConfigLayout:
     @classmethod
     def observe(cls, model: PreTrainedModel) -> ConfigLayout:
         """The layout of a model on the seam, with the layers that its patch does not name."""
-        layers = probe(model)
+        layers, layout = probe(model), seam.installed_layout(model)
+        partial = [entry for entry in layout.layers.values() if entry.max_period] if layout else []
+        if partial:
+            raise FarspanError(
+                f"layers of this model rotate up to a period of {partial[0].max_period} tokens "
+                "only, which no config expresses; use --format live, or convert the model with "
+                "swan.rotation=none"
+            )
         added = [seam.adds_rotation(layer.module) for layer in layers if layer.position == "rope"]
         return cls(
             tuple(layer.position for layer in layers),

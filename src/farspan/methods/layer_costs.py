@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.layout import LayerLayout, Layout
-from farspan.attention.patch import set_layout
 from farspan.data.recall import repeat_spans
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob
@@ -54,7 +53,8 @@ def measure_layers(
 
     def cost(layer: int, entry: LayerLayout) -> tuple[float, float]:
         try:
-            set_layout(model, Layout({layer: entry}))
+            # Not `set_layout`: it would probe the model at every change, and that takes longer.
+            seam.install_layout(model, Layout({layer: entry}))
             kl, loss = _costs(model, teacher, ids, known, targets)
         finally:
             seam.remove_layout(model)

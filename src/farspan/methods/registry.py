@@ -332,7 +332,9 @@ def fit_methods(
         else:  # it was fitted on a model whose weights are no longer those of the base
             replace(part, model=fingerprint(model)).apply(model)
         combined = part if combined is None else combined.then(part)
-        if part.rope or part.layout:  # layers that lost their rotation get scales too
+        if part.layout is not None:
+            job = replace(job, layers=part.layout.global_layers)
+        elif part.rope:  # layers that lost their rotation get scales too
             job = replace(job, layers=default_scaled_layers(probe(model)))
     assert combined is not None
     return combined, ()

@@ -45,13 +45,14 @@ from farspan.train.optim import OptimizerConfig
 from farspan.train.sharding import processes
 
 CHOICES = ("measured", "even")
+ROTATIONS = ("fast", "none")
 LOSSES = ("kl", "cross-entropy")
 LEARNING_RATE = 1e-3
 MIN_LENGTH = 2  # one token predicts nothing
-MAX_WINDOW, MAX_LENGTH = 512, 2048
+MAX_WINDOW, MAX_LENGTH = 512, 8192
 SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
 MAX_LOSS = 0.005  # nats a token that sharpening may cost
-BATCH_TOKENS, MICRO_BATCH_TOKENS = 131_072, 16_384
+BATCH_TOKENS, MICRO_BATCH_TOKENS = 65_536, 32_768
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class SwanConfig:
     """Settings of swan; 0 is a default that depends on the train length L."""
 
     window: int = 0  # keys that a rotary layer sees; 0: L/4, at most 512
-    global_share: float = 0.25  # of the layers, that see all keys and have no positions
+    global_share: float = 0.25  # of the layers, that see all keys
     layers: str = "measured"  # where the global layers are: measured, or even (every 4th)
+    rotation: str = "fast"  # of global layers: fast (dimensions up to max_period) or none
+    max_period: int = 0  # of the dimensions that global layers rotate, in tokens; 0: L/2
     spacing: int = 2  # measured layers are at least this far apart
     measured_rows: int = 8  # windows of text that layers are measured on
     tokens: int = 32_000_000  # of distillation
-    length: int = 0  # of its windows; 0: L, at most 2,048
+    length: int = 0  # of its windows; 0: L, at most 8,192
     loss: str = "kl"  # kl: from the base; cross-entropy: on the text
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.0  # share of the windows with facts that are asked for at the end
@@ -76,7 +79,8 @@ class SwanConfig:
                 f"swan.global_share is {self.global_share:g}; choose a share above 0 and up to 1, "
                 "because without global layers nothing beyond the window is seen"
             )
-        for name, choices in (("layers", CHOICES), ("loss", LOSSES)):
+        choices_of = {"layers": CHOICES, "rotation": ROTATIONS, "loss": LOSSES}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)!r}; choose {' or '.join(choices)}"
@@ -96,11 +100,19 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
                 )
-        for name, minimum in (("window", MIN_WINDOW), ("length", MIN_LENGTH)):
+        minima = (("window", MIN_WINDOW), ("length", MIN_LENGTH), ("max_period", MIN_WINDOW))
+        for name, minimum in minima:
             if getattr(self, name) and getattr(self, name) < minimum:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
                 )
+
+    def global_layout(self, layer: Layer, train_length: int) -> LayerLayout:
+        if self.rotation == "none" or layer.position == "none":
+            return LayerLayout(False)
+        # Slower dimensions turn so little within the train length that most of their angles are
+        # new beyond it.
+        return LayerLayout(True, max_period=self.max_period or max(2, train_length // 2))
 
     def window_for(self, train_length: int) -> int:
         window = self.window or max(MIN_WINDOW, min(MAX_WINDOW, train_length // 4))
@@ -232,7 +244,9 @@ def _choose_layout(
         job.details["choice"] = (
             "the model has windows of its own, so all layers that see all keys lose their rotation"
         )
-        return Layout({layer.index: LayerLayout(False) for layer in open_layers})
+        return Layout(
+            {layer.index: config.global_layout(layer, job.train_length) for layer in open_layers}
+        )
     indices = [layer.index for layer in layers]
     count = _global_count(layers, config)
     if count == len(layers) and all(layer.position == "none" for layer in layers):
@@ -261,8 +275,12 @@ def _choose_layout(
         )
     return Layout(
         {
-            index: LayerLayout(False) if index in chosen else LayerLayout(True, window)
-            for index in indices
+            layer.index: (
+                config.global_layout(layer, job.train_length)
+                if layer.index in chosen
+                else LayerLayout(True, window)
+            )
+            for layer in layers
         }
     )
 
@@ -285,6 +303,16 @@ def check_layers(layers: Sequence[Layer], name: str, config: SwanConfig) -> None
         raise FarspanError(
             f"{name} has this layout already: its layers that see all keys have no positions, and "
             "the others see a window; use uniform, headscale or headlog"
+        )
+    if config.max_period and config.rotation == "none":
+        raise FarspanError(
+            f"with swan.rotation=none, swan.max_period={config.max_period} would have no effect; "
+            "remove one of them"
+        )
+    if config.max_period and all(layer.position == "none" for layer in seeing_all):
+        raise FarspanError(
+            f"no layer of {name} rotates, so swan.max_period={config.max_period} would have no "
+            "effect; remove it"
         )
     for setting in ("window", "global_share", "layers", "spacing"):
         value = getattr(config, setting)

@@ -29,8 +29,8 @@ class TuningConfig:
     """Settings for training weights; 0 is the default of the method."""
 
     steps: int = 0  # 0: the steps of `tune`, or 200; swan: from swan.tokens
-    batch: int = 0  # windows; 0: 8; swan: 131,072 tokens
-    micro_batch: int = 0  # windows; 0: 8; swan: 16,384 tokens
+    batch: int = 0  # windows; 0: 8; swan: 65,536 tokens
+    micro_batch: int = 0  # windows; 0: 8; swan: 32,768 tokens
     lr: float = 0.0  # 0: 1e-4; swan: 1e-3
     warmup: int = 20
     save_every: int = 100
