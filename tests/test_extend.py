@@ -1046,50 +1046,40 @@ def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
     assert after[256:511].mean() < before[256:511].mean() + 0.1
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+SEARCHED = ["search.steps=4", "search.batch=2", "search.lr=[0.1]", "search.init=1.2"]
+DISTILLED = ["tuning.steps=4", "tuning.batch=4", "tuning.micro_batch=2", "swan.measured_rows=1"]
+
+
 @pytest.mark.long
-def test_torchrun_gives_the_scales_of_one_process(tiny, tmp_path):
-    """Two processes, started as a user would, find the scales that one process finds."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        "-m",
-        "farspan",
-    ]
-    overrides = [
-        "search.steps=4",
-        "search.batch=2",
-        "search.lr=[0.1]",
-        "search.init=1.2",
-        "search.warmup=1",
-        "passkeys=0",
-    ]
-    overrides += ["choose_windows=2", "report_windows=2"]
-    arguments = [
-        "extend",
-        str(tiny / "none"),
-        "--to",
-        "128",
-        "--method",
-        "headscale",
-        "--data",
-        str(tiny / "text.txt"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, *arguments, "-o", str(tmp_path / "two"), *overrides]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+@pytest.mark.parametrize(
+    ("model", "method", "settings"),
+    [
+        ("none", "headscale", [*SEARCHED, "search.warmup=1"]),
+        ("rope", "swan", [*DISTILLED, "tuning.warmup=1", "swan.window=8"]),
+    ],
+)
+def test_torchrun_gives_the_patch_of_one_process(model, method, settings, tiny, tmp_path):
+    """Two processes, started as a user would, find what one process finds."""
+    overrides = [*settings, "passkeys=0", "choose_windows=2", "report_windows=2"]
+    options = ["--to", "128", "--method", method, "--data", str(tiny / "text.txt")]
+    command = [*TORCHRUN, "-m", "farspan", "extend", str(tiny / model), *options]
+    process = subprocess.run(
+        [*command, "-o", str(tmp_path / "two"), *overrides],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.count("loss after") == 1
-    extend(
-        tiny / "none",
-        128,
-        tmp_path / "one",
-        "headscale",
-        data=tiny / "text.txt",
-        overrides=overrides,
-    )
-    scales = [Patch.load(tmp_path / name).scales.base for name in ("one", "two")]
-    assert torch.allclose(*scales, atol=1e-5)
+    text = tiny / "text.txt"
+    extend(tiny / model, 128, tmp_path / "one", method, data=text, overrides=overrides)
+    one, two = (Patch.load(tmp_path / name) for name in ("one", "two"))
+    assert one.layout == two.layout
+    if method == "headscale":
+        assert torch.allclose(one.scales.base, two.scales.base, atol=1e-5)
+    else:
+        assert len(one.weights) > 10
+        for name, weight in one.weights.items():
+            assert torch.allclose(weight, two.weights[name], atol=1e-5), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]

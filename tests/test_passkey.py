@@ -13,7 +13,8 @@ import farspan
 import tritonlike
 from families import FAMILIES, OURS, tokens
 from farspan.attention import seam
-from farspan.attention.patch import set_rope
+from farspan.attention.layout import Layout
+from farspan.attention.patch import set_layout, set_rope
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.data.passkey import HELD_OUT, KEYS, SCORED, PasskeyDocuments
@@ -227,6 +228,37 @@ def test_every_family_continues_from_a_shared_prefix(name, monkeypatch):
         full = model(input_ids=rows, use_cache=False).logits[:, -6:]
     assert torch.allclose(logits, full, atol=1e-4 * float(full.abs().max()))
     assert shared == (28 if name in SHARING else shared)
+
+
+@pytest.mark.parametrize("layout", [None, ["rope/7", "none", "rope:20", "rope/7"]])
+def test_a_continuation_is_read_in_pieces(layout, monkeypatch):
+    """In one piece its mask has a row for each of its tokens: 64K² booleans are 4 GiB."""
+    monkeypatch.setattr(passkey, "CHUNK", 4)
+    model = next(family for family in FAMILIES if family.name == "llama").build()
+    if layout is not None:
+        set_layout(model, Layout.parse(layout))
+    rows = tokens(64, 3)
+    rows[:, :20] = rows[0, :20]
+    with torch.no_grad():
+        expected = model(input_ids=rows[:, :-1], use_cache=False).logits[:, -6:].argmax(-1)
+    sizes: list[int] = []
+    last_logits = passkey.last_logits
+
+    def counted(model, rows, *rest):
+        sizes.append(rows.shape[1])
+        return last_logits(model, rows, *rest)
+
+    monkeypatch.setattr(passkey, "last_logits", counted)
+    for size, pieces in ((4096, [44]), (10, [10, 10, 10, 14]), (20, [20, 24])):
+        monkeypatch.setattr(passkey, "CONTINUATION", size)
+        prefix_cache = PrefixCache(model)
+        prefix_cache.extend_to(rows)
+        sizes.clear()
+        predictions = passkey.teacher_forced_argmax(
+            model, rows[:, prefix_cache.shared :], 6, prefix_cache.branch(3)
+        )
+        assert torch.equal(predictions, expected)
+        assert sizes == pieces
 
 
 @pytest.mark.parametrize("family", OURS, ids=lambda family: family.name)

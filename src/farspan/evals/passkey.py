@@ -36,6 +36,7 @@ from farspan.model.loss import last_logits
 
 NAME = "passkey"
 CHUNK = 256  # tokens of a shared prefix per forward pass
+CONTINUATION = 4096  # tokens after it per forward pass, which have a mask over all keys
 BATCH = 10  # rows per batch on a GPU
 UNKNOWN = "unknown"
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -278,7 +279,11 @@ def teacher_forced_argmax(
     model: PreTrainedModel, rows: Tensor, count: int, past: Cache | None = None
 ) -> Tensor:
     """The argmax, given the right tokens before, at each of the last `count` positions of rows."""
-    return last_logits(model, rows.to(model.device), count + 1, past)[:, :-1].argmax(-1).cpu()
+    rows, start = rows.to(model.device), 0
+    while past is not None and rows.shape[1] - start > CONTINUATION + count:
+        last_logits(model, rows[:, start : start + CONTINUATION], 1, past)
+        start += CONTINUATION
+    return last_logits(model, rows[:, start:], count + 1, past)[:, :-1].argmax(-1).cpu()
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
