@@ -415,6 +415,23 @@ def test_a_family_that_hands_over_no_rotation_is_refused(monkeypatch):
     assert seam.installed_layout(model) is None
 
 
+@pytest.mark.parametrize("name", ["farspan-none", "llama"])
+def test_rotation_that_is_not_there_cannot_be_limited(name, monkeypatch):
+    model = family_named(name).build()
+    if name == "llama":
+        set_rope(model, {"rope_type": "none"})
+    with pytest.raises(FarspanError, match="does not rotate.*rope:9/4; write rope/4.* or none/4"):
+        set_layout(model, Layout.parse({0: "rope:9/4"}))
+    assert seam.installed_layout(model) is None
+
+
+def test_a_family_that_hands_over_no_rotation_cannot_rotate_in_part(monkeypatch):
+    model = family_named("llama").build()
+    monkeypatch.setattr("farspan.attention.layout.ROTATION_ARGUMENTS", ())
+    with pytest.raises(FarspanError, match="does not hand the rotation .*cannot become rope:9"):
+        set_layout(model, Layout.parse({0: "rope:9"}))
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_a_layer_cannot_see_more_than_its_config_lets_it(name: str):
     model = family_named(name).build()
@@ -436,7 +453,7 @@ INVALID = [
     "none/-3",
     5,
     None,
-    "rope:1",
+    "rope:6",
     "none:8",
     "rope:",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from farspan.errors import FarspanError
 
 MIN_WINDOW = 2  # transformers' sliding caches keep every key of a window of 1
+MIN_PERIOD = 7  # tokens; the fastest dimension turns in 2π
 THETA = 10_000.0  # of rotation that a layout adds
 # Under these names attention modules receive cosines and sines, or complex numbers.
 ROTATION_ARGUMENTS = ("position_embeddings", "angles")
@@ -44,10 +45,11 @@ class LayerLayout:
         """`rope/512` -> rotary with a window of 512 keys; `none` -> global without rotation."""
         match = _LAYER.fullmatch(text) if isinstance(text, str) else None
         window, period = (int(match[key] or 0) for key in ("window", "period")) if match else (1, 1)
-        if match is None or window == 1 or period == 1:
+        if match is None or 0 < window < MIN_WINDOW or 0 < period < MIN_PERIOD:
             raise FarspanError(
                 f"layer layout {text!r} is unknown; write it as rope, rope/512, rope:8192, none or "
-                f"none/512, with a window or a period of {MIN_WINDOW} or more"
+                f"none/512, with a window of {MIN_WINDOW} or more and a period of {MIN_PERIOD} or "
+                "more"
             )
         return cls(text.startswith("rope"), window or None, period or None)
 

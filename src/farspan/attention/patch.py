@@ -374,6 +374,12 @@ def _check_layout(model: PreTrainedModel, layout: Layout, layers: Mapping[int, L
                 f"layer {index} of {name} has {layer.position} positions; a layout changes only "
                 "layers with rotary encoding or without positions"
             )
+        if entry.max_period is not None and layer.position == "none":
+            raise IncompatiblePatchError(
+                f"layer {index} of {name} does not rotate, so it cannot become {entry}; write "
+                f"{replace(entry, max_period=None)}, which adds rotation, or "
+                f"{replace(entry, rotary=False, max_period=None)}"
+            )
         if layer.window is not None and (entry.window or math.inf) > layer.window:
             raise IncompatiblePatchError(
                 f"layer {index} of {name} sees {layer.window} keys by its config, so it cannot "

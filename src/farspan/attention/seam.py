@@ -156,9 +156,9 @@ def _rotation_filters(
         index, rotation = partial[module], rotation_argument(args, kwargs)
         if rotation is None:
             raise FarspanError(
-                f"layer {index} of {type(model).__name__} receives no rotation, so no part of it "
-                f"can be removed; write {LayerLayout(True, layout.layers[index].window)} or "
-                f"{LayerLayout(False, layout.layers[index].window)}"
+                f"{type(model).__name__} does not hand the rotation to its attention modules, so "
+                f"layer {index} cannot become {layout.layers[index]}; use scales (headscale) or "
+                "rope parameters (yarn)"
             )
         filters[index] = RotationFilter(step_angles(rotation), layout.layers[index].max_period or 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.layout import MIN_WINDOW, LayerLayout, Layout
+from farspan.attention.layout import MIN_PERIOD, MIN_WINDOW, LayerLayout, Layout
 from farspan.attention.patch import Patch, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
@@ -100,7 +100,7 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
                 )
-        minima = (("window", MIN_WINDOW), ("length", MIN_LENGTH), ("max_period", MIN_WINDOW))
+        minima = (("window", MIN_WINDOW), ("length", MIN_LENGTH), ("max_period", MIN_PERIOD))
         for name, minimum in minima:
             if getattr(self, name) and getattr(self, name) < minimum:
                 raise FarspanError(
@@ -112,7 +112,7 @@ class SwanConfig:
             return LayerLayout(False)
         # Slower dimensions turn so little within the train length that most of their angles are
         # new beyond it.
-        return LayerLayout(True, max_period=self.max_period or max(2, train_length // 2))
+        return LayerLayout(True, max_period=self.max_period or max(MIN_PERIOD, train_length // 2))
 
     def window_for(self, train_length: int) -> int:
         window = self.window or max(MIN_WINDOW, min(MAX_WINDOW, train_length // 4))
