@@ -1047,16 +1047,16 @@ def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-SEARCHED = ["search.steps=4", "search.batch=2", "search.lr=[0.1]", "search.init=1.2"]
-DISTILLED = ["tuning.steps=4", "tuning.batch=4", "tuning.micro_batch=2", "swan.measured_rows=1"]
+SHORT_SEARCH = ["search.steps=4", "search.batch=2", "search.lr=[0.1]", "search.init=1.2"]
+SHORT_TUNING = ["tuning.steps=4", "tuning.batch=4", "tuning.micro_batch=2", "swan.measured_rows=1"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "method", "settings"),
     [
-        ("none", "headscale", [*SEARCHED, "search.warmup=1"]),
-        ("rope", "swan", [*DISTILLED, "tuning.warmup=1", "swan.window=8"]),
+        ("none", "headscale", [*SHORT_SEARCH, "search.warmup=1"]),
+        ("rope", "swan", [*SHORT_TUNING, "tuning.warmup=1", "swan.window=8"]),
     ],
 )
 def test_torchrun_gives_the_patch_of_one_process(model, method, settings, tiny, tmp_path):

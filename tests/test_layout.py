@@ -20,6 +20,7 @@ from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.decoding import generate_tokens
+from farspan.methods.distill import cast_weights
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 LENGTH, WINDOW = 33, 3
@@ -430,6 +431,42 @@ def test_a_family_that_hands_over_no_rotation_cannot_rotate_in_part(monkeypatch)
     monkeypatch.setattr("farspan.attention.layout.ROTATION_ARGUMENTS", ())
     with pytest.raises(FarspanError, match="does not hand the rotation .*cannot become rope:9"):
         set_layout(model, Layout.parse({0: "rope:9"}))
+
+
+def llama(rope: dict, dtype: torch.dtype = torch.float32, **shape) -> hf.PreTrainedModel:
+    config = hf.LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 256, **shape, "rope_parameters": rope}
+    )
+    torch.manual_seed(0)
+    return cast_weights(hf.LlamaForCausalLM(config).eval(), dtype)
+
+
+def test_a_period_that_no_dimension_reaches_is_refused():
+    model = llama({"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0})
+    with pytest.raises(FarspanError, match="within 40 tokens, the fastest takes 50; write none"):
+        set_layout(model, Layout.parse({0: "rope:40"}))
+    assert seam.installed_layout(model) is None
+
+
+def test_rotation_that_depends_on_the_length_cannot_be_limited():
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    with pytest.raises(FarspanError, match="changes with the length of the text"):
+        set_layout(llama(rope), Layout.parse({0: "rope:40"}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("period", [900, 7800, 14900])
+def test_the_same_dimensions_rotate_in_bf16(period):
+    """Angles of these periods are rounded to the other side of the limit in bf16."""
+    masks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        model = llama(rope, dtype, head_dim=128, num_hidden_layers=1)
+        set_layout(model, Layout.parse({0: f"rope:{period}"}))
+        (hook,) = model.model.layers[0].self_attn._forward_pre_hooks.values()
+        masks.append(hook._fixed)
+    assert torch.equal(*masks)
+    assert 0 < int(masks[0].sum()) < 128
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])

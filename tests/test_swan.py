@@ -992,13 +992,14 @@ def test_attention_flops_count_the_keys_that_a_window_leaves():
 
 def test_the_slope_that_retrieves_best_among_those_that_cost_little():
     losses = {0.0: (3.50, 0.9), 0.1: (3.496, 0.4), 0.2: (3.5009, 0.3), 0.3: (3.52, 0.1)}
-    assert swan_module.best_slope(losses) == 0.2, "0.3 costs too much"
-    assert swan_module.best_slope({0.0: (3.5, 0.2), 0.1: (3.5, 0.3)}) == 0.0
+    assert swan_module.best_slope(losses, 0.005) == 0.2, "0.3 costs too much"
+    assert swan_module.best_slope(losses, 0.03) == 0.3
+    assert swan_module.best_slope({0.0: (3.5, 0.2), 0.1: (3.5, 0.3)}, 0.005) == 0.0
 
 
 def test_sharpening_scales_the_global_layers_only_and_is_recorded(monkeypatch):
     model = build("farspan-rope")
-    monkeypatch.setattr(swan_module, "best_slope", lambda losses: 0.15)
+    monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: 0.15)
     job = job_for(model)
     patch = swan(model, job, replace(EVEN, sharpen=True), QUICK)
     assert patch.scales.layers == patch.layout.global_layers == (3,)

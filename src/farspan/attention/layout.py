@@ -2,9 +2,8 @@
 
 A layout changes attention layer by layer without touching the config or the weights. A layer is
 written like a position of farspan's own models: `rope/512` rotates and sees the last 512 keys,
-`none` has no rotation and sees all keys. `rope:8192` rotates only the dimensions that turn once
-within 8,192 tokens: slower ones have angles, far away, that the model never saw. Layers that the
-layout does not name stay as they are.
+`none` has no rotation and sees all keys. `rope:8192` rotates only the dimensions that make at least
+one full turn within 8,192 tokens. Layers that the layout does not name stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from farspan.errors import FarspanError
 
 MIN_WINDOW = 2  # transformers' sliding caches keep every key of a window of 1
-MIN_PERIOD = 7  # tokens; the fastest dimension turns in 2π
+MIN_PERIOD = 7  # tokens; without rope scaling the fastest dimension turns in 2π
 THETA = 10_000.0  # of rotation that a layout adds
 # Under these names attention modules receive cosines and sines, or complex numbers.
 ROTATION_ARGUMENTS = ("position_embeddings", "angles")
@@ -230,26 +229,27 @@ class RotationFilter:
 
     def __init__(self, angles: Tensor | None = None, max_period: int = 0):
         self._fixed = torch.ones((), dtype=torch.bool)
-        if angles is not None:
-            self._fixed = angles.abs() * max_period < 2 * math.pi
+        if angles is None:
+            return
+        self._fixed = angles.abs() * max_period < 2 * math.pi
+        if self._fixed.all():
+            shortest = 2 * math.pi / angles.abs().max().item()
+            raise FarspanError(
+                f"no dimension makes a full turn within {max_period} tokens, the fastest takes "
+                f"{shortest:.0f}; write none, or a longer period"
+            )
 
     def __call__(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict]:
-        kept = {
-            name: self._filter(value) if name in ROTATION_ARGUMENTS else value
-            for name, value in kwargs.items()
-        }
-        return tuple(self._filter(value) if _is_rotation(value) else value for value in args), kept
+    ) -> tuple[tuple, dict[str, Any]]:
+        return change_rotation(self._filter, args, kwargs)
 
     def _filter(self, rotation: Any) -> Any:
         """YaRN's factor on cosines and sines goes with the rotation of a dimension."""
         if isinstance(rotation, Tensor):  # complex numbers, in Llama 4
             return torch.where(self._mask(rotation), torch.ones_like(rotation), rotation)
-        if _is_rotation(rotation):
-            cos, sin = rotation
-            return cos.masked_fill(self._mask(cos), 1), sin.masked_fill(self._mask(sin), 0)
-        return rotation
+        cos, sin = rotation
+        return cos.masked_fill(self._mask(cos), 1), sin.masked_fill(self._mask(sin), 0)
 
     def _mask(self, part: Tensor) -> Tensor:
         if self._fixed.device != part.device:  # the model was moved
@@ -257,11 +257,16 @@ class RotationFilter:
         return self._fixed
 
 
-def rotation_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The rotation among the arguments of an attention module; None if there is none."""
-    named = [kwargs[name] for name in ROTATION_ARGUMENTS if kwargs.get(name) is not None]
+def change_rotation(
+    change: Callable[[Any], Any], args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of an attention module with another rotation."""
+    named = {
+        name: change(value) if name in ROTATION_ARGUMENTS and value is not None else value
+        for name, value in kwargs.items()
+    }
     # Families that pass it by position pass the hidden states first, which no rotation looks like.
-    return next(iter(named + [value for value in args if _is_rotation(value)]), None)
+    return tuple(change(value) if _is_rotation(value) else value for value in args), named
 
 
 def step_angles(rotation: Any) -> Tensor:

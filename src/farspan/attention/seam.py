@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,9 +36,9 @@ from farspan.attention.layout import (
     Layout,
     RotationFilter,
     banded,
+    change_rotation,
     limit_to_window,
     rotate_by_slot,
-    rotation_argument,
     step_angles,
     visible_mask,
 )
@@ -152,25 +152,52 @@ def _rotation_filters(
     if not partial:
         return filters
 
-    def read_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        index, rotation = partial[module], rotation_argument(args, kwargs)
-        if rotation is None:
+    if length_dependent_rotation(model):
+        raise FarspanError(
+            f"the rotation of {type(model).__name__} changes with the length of the text (dynamic "
+            "or longrope), so no dimension has one period; write none, or rope without a period"
+        )
+
+    def read_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        def read(rotation: Any) -> Any:
+            if (index := partial.get(module)) is not None:
+                max_period = layout.layers[index].max_period or 0
+                filters[index] = RotationFilter(step_angles(rotation), max_period)
+            if isinstance(rotation, Tensor):
+                return rotation
+            return tuple(part.to(model.dtype) for part in rotation)
+
+        return change_rotation(read, args, kwargs)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+                # Rounded to bf16, an angle could fall on the other side of the limit.
+                stack.callback(module.register_forward_pre_hook(_in_float32).remove)
+        for call in calls:
+            hook = call.module.register_forward_pre_hook(read_rotation, with_kwargs=True)
+            stack.callback(hook.remove)
+        run_two_tokens(model)
+    for index in partial.values():
+        if index not in filters:
             raise FarspanError(
                 f"{type(model).__name__} does not hand the rotation to its attention modules, so "
                 f"layer {index} cannot become {layout.layers[index]}; use scales (headscale) or "
                 "rope parameters (yarn)"
             )
-        filters[index] = RotationFilter(step_angles(rotation), layout.layers[index].max_period or 0)
-
-    handles = [
-        module.register_forward_pre_hook(read_rotation, with_kwargs=True) for module in partial
-    ]
-    try:
-        run_two_tokens(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return filters
+
+
+def _in_float32(module: nn.Module, args: tuple) -> tuple:
+    """A forward pre-hook of a rotary module, whose result has the dtype of its first argument."""
+    return (args[0].float(), *args[1:]) if args else args
+
+
+def length_dependent_rotation(model: nn.Module) -> bool:
+    """Whether the RoPE frequencies depend on the length of the text."""
+    # rope_type is a string, or a dict by layer type
+    kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
+    return any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
 
 
 def _is_partial(layout: Layout, index: int) -> bool:

@@ -36,10 +36,9 @@ from farspan.model.loss import last_logits
 
 NAME = "passkey"
 CHUNK = 256  # tokens of a shared prefix per forward pass
-CONTINUATION = 4096  # tokens after it per forward pass, which have a mask over all keys
+CONTINUATION = 4096  # tokens after the prefix per pass; each has a row in a mask over all keys
 BATCH = 10  # rows per batch on a GPU
 UNKNOWN = "unknown"
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,7 @@ class PrefixCache:
         self._tokens: list[int] = []
         self.shared = 0  # tokens of the prefix that the current documents share
         self._cache = DynamicCache(config=model.config)
-        # rope_type is a string, or a dict by layer type
-        rope_types = {str(getattr(module, "rope_type", "")) for module in model.modules()}
-        fixed = not any(name in kind for kind in rope_types for name in LENGTH_DEPENDENT_ROPE)
+        fixed = not seam.length_dependent_rotation(model)
         self._usable = fixed and all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     @torch.no_grad()

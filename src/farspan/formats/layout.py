@@ -58,7 +58,7 @@ class ConfigLayout:
             raise FarspanError(
                 f"layers of this model rotate up to a period of {partial[0].max_period} tokens "
                 "only, which no config expresses; use --format live, or convert the model with "
-                "swan.rotation=none"
+                "swan.rotation=none swan.sharpen=false"
             )
         added = [seam.adds_rotation(layer.module) for layer in layers if layer.position == "rope"]
         return cls(

@@ -1,10 +1,10 @@
-"""SWAN: turn a model into one whose global layers have no positions and whose rotary layers see a
-window, and let its base recalibrate it.
+"""SWAN: turn a model into one with a few global layers among rotary layers that see a window, and
+let its base recalibrate it.
 
 Rotary layers fail beyond the train length because they meet distances that they never saw. In a
-window they never do. Layers without positions have no distances, and a few of them carry what lies
-farther back. The layout is changed first; then the weights learn, on windows no longer than the
-train length, to predict what the base predicts.
+window they never do. The global layers carry what lies farther back: without rotation, or with that
+of fast dimensions, which had every angle in training. The layout is changed first; then the weights
+learn, on windows no longer than the train length, to predict what the base predicts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ LEARNING_RATE = 1e-3
 MIN_LENGTH = 2  # one token predicts nothing
 MAX_WINDOW, MAX_LENGTH = 512, 8192
 SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
-MAX_LOSS = 0.005  # nats a token that sharpening may cost
 BATCH_TOKENS, MICRO_BATCH_TOKENS = 65_536, 32_768
 
 
@@ -72,6 +71,7 @@ class SwanConfig:
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.0  # share of the windows with facts that are asked for at the end
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
+    max_loss: float = 0.005  # nats a token that sharpening may cost
 
     def __post_init__(self):
         if not 0 < self.global_share <= 1:
@@ -90,6 +90,8 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
                 )
+        if not self.max_loss >= 0:
+            raise FarspanError(f"swan.max_loss is {self.max_loss:g}; choose 0 or more")
         if self.repeats + self.facts > 1:
             raise FarspanError(
                 f"swan.repeats and swan.facts are {self.repeats + self.facts:g} together; "
@@ -110,8 +112,7 @@ class SwanConfig:
     def global_layout(self, layer: Layer, train_length: int) -> LayerLayout:
         if self.rotation == "none" or layer.position == "none":
             return LayerLayout(False)
-        # Slower dimensions turn so little within the train length that most of their angles are
-        # new beyond it.
+        # Dimensions that make two full turns within the train length had every angle, twice.
         return LayerLayout(True, max_period=self.max_period or max(MIN_PERIOD, train_length // 2))
 
     def window_for(self, train_length: int) -> int:
@@ -174,13 +175,15 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
         scales = None
         if config.sharpen:
             with weights_override(model, weights):
-                scales = _sharpen(model, job, layout.global_layers)
+                scales = _sharpen(model, job, layout.global_layers, config.max_loss)
     finally:
         seam.remove_layout(model)
     return job.patch("swan", layout=layout, weights=weights, scales=scales)
 
 
-def _sharpen(model: PreTrainedModel, job: FitJob, layers: Sequence[int]) -> Scales | None:
+def _sharpen(
+    model: PreTrainedModel, job: FitJob, layers: Sequence[int], max_loss: float
+) -> Scales | None:
     """The scales that retrieve best over the target length without a higher loss; None: no scales.
 
     Attention over many more keys than in training is too flat to pick out one of them."""
@@ -204,14 +207,14 @@ def _sharpen(model: PreTrainedModel, job: FitJob, layers: Sequence[int]) -> Scal
         {"slope": slope, "loss": round(loss, 5), "retrieval": round(retrieval, 5)}
         for slope, (loss, retrieval) in losses.items()
     ]
-    best = best_slope(losses)
+    best = best_slope(losses, max_loss)
     return Scales(tuple(layers), table, best * table, "log", job.train_length) if best else None
 
 
-def best_slope(losses: Mapping[float, tuple[float, float]]) -> float:
-    """Of the slopes whose loss is within MAX_LOSS of the lowest, the one that retrieves best."""
+def best_slope(losses: Mapping[float, tuple[float, float]], max_loss: float) -> float:
+    """Of the slopes whose loss is within `max_loss` of the lowest, the one that retrieves best."""
     lowest = min(loss for loss, _ in losses.values())
-    allowed = {slope: pair for slope, pair in losses.items() if pair[0] <= lowest + MAX_LOSS}
+    allowed = {slope: pair for slope, pair in losses.items() if pair[0] <= lowest + max_loss}
     return min(allowed, key=lambda slope: allowed[slope][1])
 
 
@@ -242,7 +245,8 @@ def _choose_layout(
     open_layers = [layer for layer in layers if layer.window is None]
     if len(open_layers) < len(layers):
         job.details["choice"] = (
-            "the model has windows of its own, so all layers that see all keys lose their rotation"
+            "the model has windows of its own, so only the layers that see all keys change: "
+            f"they become {config.global_layout(open_layers[0], job.train_length)}"
         )
         return Layout(
             {layer.index: config.global_layout(layer, job.train_length) for layer in open_layers}
