@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from shapes import SHAPE, SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.attention.layout import LayerLayout, Layout
@@ -28,34 +29,16 @@ from farspan.methods.distill import DistillModule, compiled, make_teacher
 from farspan.methods.swan import distillation_flops, even_layers
 from farspan.train.loop import peak_flops
 
-SHAPES = {
-    "tiny": dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        tie_word_embeddings=True,
-    ),
-    "135M": dict(  # SmolLM2
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49_152,
-        tie_word_embeddings=True,
-    ),
-    "1.1B": dict(  # TinyLlama
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32_000,
-    ),
-}
+SMOLLM2 = dict(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49_152,
+    tie_word_embeddings=True,
+)
+SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the shape of Wang 2024
 
 
 def measure(name: str, args: argparse.Namespace, compile_layers: bool) -> None:

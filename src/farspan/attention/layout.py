@@ -277,6 +277,13 @@ def step_angles(rotation: Any) -> Tensor:
     return torch.atan2(sin, cos)
 
 
+def length_dependent_rotation(model: nn.Module) -> bool:
+    """Whether the RoPE frequencies depend on the length of the text."""
+    # rope_type is a string, or a dict by layer type
+    kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
+    return any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
+
+
 def _is_rotation(value: Any) -> bool:
     pair = isinstance(value, tuple) and len(value) == 2
     return pair and all(isinstance(part, Tensor) for part in value)

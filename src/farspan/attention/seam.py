@@ -37,6 +37,7 @@ from farspan.attention.layout import (
     RotationFilter,
     banded,
     change_rotation,
+    length_dependent_rotation,
     limit_to_window,
     rotate_by_slot,
     step_angles,
@@ -191,13 +192,6 @@ def _rotation_filters(
 def _in_float32(module: nn.Module, args: tuple) -> tuple:
     """A forward pre-hook of a rotary module, whose result has the dtype of its first argument."""
     return (args[0].float(), *args[1:]) if args else args
-
-
-def length_dependent_rotation(model: nn.Module) -> bool:
-    """Whether the RoPE frequencies depend on the length of the text."""
-    # rope_type is a string, or a dict by layer type
-    kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
-    return any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
 
 
 def _is_partial(layout: Layout, index: int) -> bool:

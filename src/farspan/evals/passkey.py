@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from farspan.attention import seam
 from farspan.attention.entropy import supported_kernels
+from farspan.attention.layout import length_dependent_rotation
 from farspan.attention.patch import reset_dynamic_rope
 from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
@@ -191,7 +192,7 @@ class PrefixCache:
         self._tokens: list[int] = []
         self.shared = 0  # tokens of the prefix that the current documents share
         self._cache = DynamicCache(config=model.config)
-        fixed = not seam.length_dependent_rotation(model)
+        fixed = not length_dependent_rotation(model)
         self._usable = fixed and all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     @torch.no_grad()

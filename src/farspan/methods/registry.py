@@ -155,8 +155,8 @@ def check_combination(method: str) -> None:
         )
     if "swan" in names and rotary:
         raise FarspanError(
-            f"{method} sets rotation twice: swan decides itself which layers rotate, and how far "
-            f"they see, so {rotary[0]} gains nothing; choose one of them"
+            f"{method} sets rotation twice: swan itself sets the rotation and the window of every "
+            f"layer, so {rotary[0]} gains nothing; choose one of them"
         )
     scaling = [name for name in names if name in SCALE_METHODS]
     if len(scaling) > 1 or (scaling and names[-1] not in SCALE_METHODS):

@@ -1,0 +1,110 @@
+"""Judge a patch of `swan` beside its base: the loss of the same tokens by the length of their
+context, as paired differences to the base, and passkeys; for several slopes of the global layers.
+
+    python benchmarks/conversion.py PATCH --text books_val.jsonl.xz --text pg19_test_a.jsonl.xz \\
+        --longest 65536 --slopes 0 0.1 0.3 --out results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+import farspan
+from farspan.attention import seam
+from farspan.attention.patch import Patch
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.data.documents import read_documents
+from farspan.data.windows import cut_windows
+from farspan.evals.passkey import passkey_accuracy
+from farspan.files import write_json
+from farspan.lengths import doublings
+from farspan.model.loss import last_losses
+
+
+def losses_by_context(
+    model: PreTrainedModel, windows: torch.Tensor, contexts: list[int], scored: int
+) -> dict[int, np.ndarray]:
+    """The mean loss of the last tokens of each window, by the length of their context."""
+    rows = windows.to(model.device)
+    return {
+        context: np.array(
+            [last_losses(model, row[None, -context:], scored).mean().item() for row in rows]
+        )
+        for context in contexts
+    }
+
+
+def set_slope(model: PreTrainedModel, patch: Patch, slope: float) -> None:
+    layers, heads = patch.layout.global_layers, probe(model)[0].heads
+    ones = torch.ones(len(layers), heads)
+    seam.install(model, Scales(layers, ones, slope * ones, "log", patch.train_length))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(";")[0])
+    parser.add_argument("patch", type=Path)
+    parser.add_argument("--text", action="append", required=True)
+    parser.add_argument("--longest", type=int, required=True, help="tokens of a window")
+    parser.add_argument("--shortest", type=int, help="default: an eighth of the train length")
+    parser.add_argument("--windows", type=int, default=64, help="of each text")
+    parser.add_argument("--scored", type=int, default=512, help="tokens at the end of a window")
+    parser.add_argument("--slopes", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.3])
+    parser.add_argument("--keys", type=int, default=20, help="passkeys at each of 10 depths")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    patch = Patch.load(args.patch)
+    base, tokenizer = farspan.load(patch.name, dtype=dtype, device=device)
+    model, _ = farspan.load(args.patch, dtype=dtype, device=device)
+    contexts = doublings(args.shortest or patch.train_length // 8, args.longest)
+    inside = [context for context in contexts if context <= patch.train_length]
+    windows = torch.cat(
+        [
+            cut_windows(read_documents(text), tokenizer, args.longest, args.windows).ids
+            for text in args.text
+        ]
+    )
+    results = {"base": measure(base, tokenizer, windows, inside, args)}
+    for slope in args.slopes:
+        set_slope(model, patch, slope)
+        results[f"slope {slope:g}"] = measure(model, tokenizer, windows, contexts, args)
+        print(f"slope {slope:g}, {len(windows)} windows: loss minus that of the base")
+        for context in contexts:
+            expected = results["base"]["loss"][min(context, inside[-1])]
+            difference = results[f"slope {slope:g}"]["loss"][context] - expected
+            bound = 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
+            print(f"  {context:7,d}  {difference.mean():+.4f} ± {bound:.4f}", flush=True)
+    for result in results.values():
+        result["loss"] = {
+            str(key): value.round(5).tolist() for key, value in result["loss"].items()
+        }
+    write_json(args.out, results)
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: object,
+    windows: torch.Tensor,
+    contexts: list[int],
+    args: argparse.Namespace,
+) -> dict:
+    with torch.no_grad():
+        losses = losses_by_context(model, windows, contexts, args.scored)
+    passkeys = {
+        str(context): passkey_accuracy(model, tokenizer, context, keys=args.keys, batch=10)
+        for context in contexts
+        if args.keys
+    }
+    print(f"passkeys {passkeys}", flush=True)
+    return {"loss": losses, "passkey": passkeys}
+
+
+if __name__ == "__main__":
+    main()
