@@ -1,5 +1,5 @@
 """Judge a patch of `swan` beside its base: the loss of the same tokens by the length of their
-context, as paired differences to the base, and passkeys; for several slopes of the global layers.
+context, as paired differences to the base, and passkeys; also for other slopes of global layers.
 
     python benchmarks/conversion.py PATCH --text books_val.jsonl.xz --text pg19_test_a.jsonl.xz \\
         --longest 65536 --slopes 0 0.1 0.3 --out results.json
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, help="default: an eighth of the train length")
     parser.add_argument("--windows", type=int, default=64, help="of each text")
     parser.add_argument("--scored", type=int, default=512, help="tokens at the end of a window")
-    parser.add_argument("--slopes", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.3])
+    parser.add_argument("--slopes", type=float, nargs="*", default=[], help="beside the patch")
     parser.add_argument("--keys", type=int, default=20, help="passkeys at each of 10 depths")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -72,13 +72,15 @@ def main() -> None:
         ]
     )
     results = {"base": measure(base, tokenizer, windows, inside, args)}
-    for slope in args.slopes:
-        set_slope(model, patch, slope)
-        results[f"slope {slope:g}"] = measure(model, tokenizer, windows, contexts, args)
-        print(f"slope {slope:g}, {len(windows)} windows: loss minus that of the base")
+    for slope in (None, *args.slopes):
+        name = "patch" if slope is None else f"slope {slope:g}"
+        if slope is not None:
+            set_slope(model, patch, slope)
+        results[name] = measure(model, tokenizer, windows, contexts, args)
+        print(f"{name}, {len(windows)} windows: loss minus that of the base")
         for context in contexts:
             expected = results["base"]["loss"][min(context, inside[-1])]
-            difference = results[f"slope {slope:g}"]["loss"][context] - expected
+            difference = results[name]["loss"][context] - expected
             bound = 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
             print(f"  {context:7,d}  {difference.mean():+.4f} ± {bound:.4f}", flush=True)
     for result in results.values():

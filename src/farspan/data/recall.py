@@ -6,6 +6,7 @@ passkey and needle evaluations stay unseen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,29 @@ WORDS = (
     *("saffron", "thistle", "umber", "violet", "willow", "yarrow", "zephyr"),
 )
 DIGITS = (2, 3, 4, 6, 8)  # passkeys have five, needles seven
+
+
+def recall_rows(
+    seed: int, *, repeats: float, min_distance: int, facts: float = 0.0, tokenizer: Any = None
+) -> Callable[[Tensor, int], Tensor] | None:
+    """A function that makes a share of the windows reward looking far back, or None.
+
+    It is given each window and its number in the run, which decides what becomes of it.
+    """
+    if not repeats and not facts:
+        return None
+    fact_rows = FactRows(tokenizer)
+
+    def change_row(row: Tensor, number: int) -> Tensor:
+        rng = np.random.default_rng((seed, 1, number))
+        draw = rng.random()
+        if draw < facts:
+            return fact_rows.row(row, rng)
+        if draw < facts + repeats:
+            return repeat_spans(row, rng, min(min_distance, len(row) // 2))[0]
+        return row
+
+    return change_row
 
 
 def repeat_spans(row: Tensor, rng: np.random.Generator, min_distance: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
+from farspan.data.recall import recall_rows
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, lowest_loss, scaled_loss
 from farspan.methods.uniform import uniform
@@ -41,6 +42,7 @@ class SearchConfig:
     warmup: int = 20
     constraint: bool = True  # λ̂ ≥ 1
     init: float = 0.0  # 0: the best uniform λ̂
+    repeats: float = 0.0  # share of the windows with spans that stand twice
     save_every: int = 50
 
     def __post_init__(self):
@@ -51,6 +53,8 @@ class SearchConfig:
             raise FarspanError(
                 f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
             )
+        if not 0 <= self.repeats <= 1:
+            raise FarspanError(f"search.repeats is {self.repeats:g}; choose a share from 0 to 1")
         if self.init < 0 or self.warmup < 0:
             raise FarspanError(
                 f"search.init is {self.init:g} and search.warmup is {self.warmup}; "
@@ -204,7 +208,12 @@ def _search_task(
         data_parallel(scaled),
         trained,
         store_base_rates([optimizer]),
-        job.batches(search.batch, search.micro_batch, model.device),
+        job.batches(
+            search.batch,
+            search.micro_batch,
+            model.device,
+            recall_rows(job.seed, repeats=search.repeats, min_distance=job.train_length // 4),
+        ),
         tokens=search.batch * (job.search.shape[1] - 1),
         after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,7 +21,7 @@ from farspan.attention.layout import MIN_PERIOD, MIN_WINDOW, LayerLayout, Layout
 from farspan.attention.patch import Patch, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
-from farspan.data.recall import FactRows, repeat_spans
+from farspan.data.recall import recall_rows
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json
 from farspan.methods.distill import DistillModule, compiled, make_teacher
@@ -368,23 +367,15 @@ def _distill(
 
 
 def _recall_rows(job: FitJob, config: SwanConfig) -> Callable[[Tensor, int], Tensor] | None:
-    """A function that makes some windows reward looking far back."""
-    if not config.repeats and not config.facts:
-        return None
     if config.facts and job.tokenizer is None:
         raise FarspanError("swan.facts needs a tokenizer, and this model has none; remove it")
-    facts, window = FactRows(job.tokenizer), config.window_for(job.train_length)
-
-    def change_row(row: Tensor, number: int) -> Tensor:
-        rng = np.random.default_rng((job.seed, 1, number))
-        draw = rng.random()
-        if draw < config.facts:
-            return facts.row(row, rng)
-        if draw < config.facts + config.repeats:
-            return repeat_spans(row, rng, min(window, len(row) // 2))[0]
-        return row
-
-    return change_row
+    return recall_rows(
+        job.seed,
+        repeats=config.repeats,
+        min_distance=config.window_for(job.train_length),
+        facts=config.facts,
+        tokenizer=job.tokenizer,
+    )
 
 
 def distillation_flops(
