@@ -252,6 +252,22 @@ def test_resumed_search_gives_the_same_scales(tmp_path):
     assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
 
 
+def test_a_search_reads_windows_with_repeated_spans(monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    job = replace(job_for(model), train_length=8)  # room for repetitions in short windows
+    windows = []
+    monkeypatch.setattr(
+        "farspan.methods.headscale.mean_loss",
+        lambda model, ids: windows.append(ids) or mean_loss(model, ids),
+    )
+    plain = headscale(model, job, QUICK)
+    assert all((row == job.search).all(1).any() for ids in windows for row in ids)
+    windows.clear()
+    searched = headscale(model, job, replace(QUICK, repeats=1.0))
+    assert not any((row == job.search).all(1).any() for ids in windows for row in ids)
+    assert not torch.equal(plain.scales.base, searched.scales.base)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_match_their_formulas(name):
     model = BY_NAME["farspan-none"].build()
@@ -1009,6 +1025,7 @@ def test_bf16_weights_are_tuned_in_float32():
         lambda: SearchConfig(lr=(-1.0,)),
         lambda: SearchConfig(batch=0),
         lambda: SearchConfig(save_every=0),
+        lambda: SearchConfig(repeats=1.5),
         lambda: TuningConfig(steps=-1),
         lambda: ExtendConfig(passkeys=-1),
         lambda: ExtendConfig(choose_windows=0),
@@ -1017,7 +1034,7 @@ def test_bf16_weights_are_tuned_in_float32():
 )
 def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(
-        FarspanError, match="(lr|batch|save_every|steps|passkeys|choose_windows|seed) is"
+        FarspanError, match="(lr|batch|save_every|repeats|steps|passkeys|choose_windows|seed) is"
     ):
         wrong()
 

@@ -16,13 +16,15 @@ import torch
 
 import farspan
 from farspan import cli
+from farspan.attention.probe import probe
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.data.passkey import PasskeyDocuments, held_out_key
 from farspan.data.tokens import train_tokenizer
+from farspan.data.windows import cut_windows
 from farspan.errors import FarspanError
 from farspan.model import FarspanForCausalLM
-from farspan.model.loss import token_losses
+from farspan.model.loss import last_losses, token_losses
 from farspan.recipe import from_toml, to_toml
 from farspan.train import corpus
 from farspan.train.checkpoint import check_manifest
@@ -445,6 +447,29 @@ def test_a_bundled_model_is_complete_and_small(name):
         "loss.png",
     ):
         assert text in card
+
+
+def test_the_bundled_conversion_is_complete_and_reads_far_beyond_its_train_length(bundled):
+    folder = BUNDLED_MODELS / "swan-twin"
+    check_manifest(folder)
+    listed = json.loads((folder / "manifest.json").read_text())["sha256"]
+    assert {*listed, "manifest.json"} == {path.name for path in folder.iterdir()}
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 12_000_000
+    assert trained_with_passkeys(folder) is True
+    card = (folder / "README.md").read_text()
+    assert "farspan extend rope-twin --to 16k --method swan" in card
+    model, tokenizer = farspan.load("swan-twin", dtype="float32")
+    assert [str(layer.window or layer.position) for layer in probe(model)] == [
+        *("128", "128", "none", "128", "none", "128")
+    ]
+    ids = cut_windows(read_documents("python-docs/score"), tokenizer, 4096, 1).ids
+    losses = {
+        name: last_losses(each, ids, 256).mean().item()
+        for name, each in (("swan", model), ("rope", bundled["rope-twin"].model))
+    }
+    assert losses["swan"] < losses["rope"] - 1
+    within = last_losses(bundled["rope-twin"].model, ids[:, -512:], 256).mean().item()
+    assert losses["swan"] < within + 0.2
 
 
 def test_bundled_models_differ_only_in_their_position_encoding(bundled):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farspan.data import passkey, recall
-from farspan.data.recall import FACTS, NAMES, WORDS, FactRows, repeat_spans
+from farspan.data.recall import FACTS, NAMES, WORDS, FactRows, recall_rows, repeat_spans
 from farspan.evals import needle
 
 ROW = torch.arange(2048)  # every token once, so that a repetition can only be made
@@ -195,3 +195,24 @@ def evaluation_texts() -> list[str]:
     asked = [text for sample in samples for text in (*sample.needles, sample.question)]
     passkeys = [passkey.TASK, passkey.FILLER, passkey.INFO, passkey.QUESTION]
     return [*passkeys, needle.INTRO, *needle.INTROS.values(), *asked]
+
+
+# Windows of a run.
+
+
+def test_shares_decide_how_many_windows_change():
+    tokenizer = CharacterTokenizer()
+    change = recall_rows(0, repeats=0.3, min_distance=64, facts=0.2, tokenizer=tokenizer)
+    rows = [change(ROW, number) for number in range(400)]
+    repeats = sum(len(row.unique()) < len(ROW) - 8 and "Note" not in text_of(row) for row in rows)
+    unchanged = sum(torch.equal(row, ROW) for row in rows)
+    assert 160 <= unchanged <= 240
+    assert 60 <= repeats
+
+
+def test_a_window_of_a_run_depends_on_seed_and_number_alone():
+    change, again = (recall_rows(3, repeats=1.0, min_distance=64) for _ in range(2))
+    assert torch.equal(change(ROW, 5), again(ROW, 5))
+    assert not torch.equal(change(ROW, 5), change(ROW, 6))
+    assert not torch.equal(change(ROW, 5), recall_rows(4, repeats=1.0, min_distance=64)(ROW, 5))
+    assert recall_rows(3, repeats=0.0, min_distance=64) is None

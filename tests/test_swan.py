@@ -540,7 +540,7 @@ def test_the_share_sets_the_number_of_global_layers(share, chosen):
     }
 
 
-@pytest.mark.parametrize(("period", "expected"), [(0, f"rope:{LENGTH // 2}"), (24, "rope:24")])
+@pytest.mark.parametrize(("period", "expected"), [(0, f"rope:{LENGTH // 4}"), (24, "rope:24")])
 def test_global_layers_keep_their_fast_dimensions(period, expected, fitted_logits):
     model = build("llama")
     before = snapshot(model)

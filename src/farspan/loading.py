@@ -75,7 +75,8 @@ def load(
 ) -> LoadedModel:
     """Load a model in evaluation mode, with its tokenizer.
 
-    model: a folder, hub id, bundled model (nope-twin, rope-twin), .gguf file or patch folder.
+    model: a folder, hub id, bundled model (nope-twin, rope-twin, swan-twin), .gguf file or patch
+        folder.
     position: "none" loads a checkpoint typed `llama` that was trained without rotation.
     dtype: default: the checkpoint's, or float32 on a CPU that only emulates it. A .gguf file is
         dequantized to bf16 on a GPU and to float32 on a CPU.
@@ -219,12 +220,12 @@ def check_source(
 
 
 def find_patch(source: str | Path) -> Patch | None:
-    """The patch in a folder; None if `source` is not a patch folder."""
-    return Patch.load(Path(source)) if is_patch(source) else None
+    """The patch in a folder, or of a bundled model; None if `source` has none."""
+    return Patch.load(Path(resolve_bundled(source))) if is_patch(source) else None
 
 
 def is_patch(source: str | Path) -> bool:
-    return (Path(source) / "patch.json").exists()
+    return (Path(resolve_bundled(source)) / "patch.json").exists()
 
 
 def load_config(

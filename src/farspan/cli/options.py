@@ -28,7 +28,10 @@ RENAMED_OPTIONS = {
 }
 
 BASE_MODEL_KINDS = "checkpoint folder, Hub id, .gguf file or bundled model (nope-twin, rope-twin)"
-MODEL_KINDS = f"patch folder, {BASE_MODEL_KINDS}"
+MODEL_KINDS = (
+    "patch folder, checkpoint folder, Hub id, .gguf file or bundled model (nope-twin, rope-twin, "
+    "swan-twin)"
+)
 LOADING = "Model loading"  # a panel of the help
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"Model: {MODEL_KINDS}.")]

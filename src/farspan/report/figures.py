@@ -175,22 +175,28 @@ def _model_colors(diagnoses: Sequence[Diagnosis]) -> list[Any]:
     return [COLORS[i % len(COLORS)] for i in range(count)]
 
 
-def loss_curves(curves: Mapping[str, np.ndarray], train_length: int, title: str) -> Figure:
-    """Loss by position under each name, smoothed over an eighth of the train length."""
+def loss_curves(
+    curves: Mapping[str, np.ndarray], train_length: int, title: str, *, smoothing: int = 0
+) -> Figure:
+    """Loss by position under each name, smoothed over so many tokens (0: an eighth of the train
+    length)."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         axes = figure.subplots()
         styles = line_styles([COLORS[1], COLORS[0], *COLORS[2:]])
         for (name, curve), line_style in zip(curves.items(), styles, strict=False):
             positions = np.arange(1, len(curve) + 1)
-            smooth = running_mean(curve, train_length // 8)
+            smooth = running_mean(curve, smoothing or train_length // 8)
             axes.plot(positions, smooth, lw=1.8, label=name, **line_style)
         mark_train_length(axes, {train_length})
         set_position_axis(axes, len(curve) + 1)
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("loss (nats)")
         outside = len(curves) > 4  # a long legend goes beside the figure
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0 if outside else 0.0, 1.0))
+        if outside:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        else:
+            axes.legend(loc="best")
         axes.set_title(title, loc="left")
     return figure
 

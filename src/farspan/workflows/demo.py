@@ -1,12 +1,20 @@
-"""`farspan demo`: diagnose and extend a bundled model in minutes, on the Python documentation."""
+"""`farspan demo`: diagnose and extend a bundled model in minutes, on the Python documentation; then
+read 32 times the train length with a model that was converted to SWAN."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from farspan.data.documents import read_documents
+from farspan.data.windows import cut_windows
 from farspan.diagnosis.result import Diagnosis
+from farspan.evals.passkey import passkey_accuracy
+from farspan.loading import load_with_tokenizer
 from farspan.methods.headscale import SearchConfig
+from farspan.methods.job import loss_by_position
 from farspan.methods.registry import ExtendConfig
 from farspan.progress import Progress
 from farspan.report import figures, style
@@ -14,6 +22,7 @@ from farspan.workflows.diagnose import diagnose
 from farspan.workflows.extend import ExtendResult, extend
 
 MODEL, TARGET, LENGTHS = "nope-twin", 1024, (256, 512, 1024, 2048)
+FAR, FAR_TEXT = 16384, "python-docs/score"  # which no scale was fitted on
 REDUCED: dict[str, Any] = dict(search_windows=64, choose_windows=2, report_windows=8, passkeys=1)
 
 
@@ -48,6 +57,40 @@ def draw_figure(folder: Path, results: dict[str, ExtendResult]) -> Path:
     title = f"{MODEL} to {TARGET} tokens"
     style.save(figures.loss_curves(curves, first.patch.train_length, title), folder / "demo")
     return folder / "demo.png"
+
+
+class FarReading(NamedTuple):
+    """What four models do over FAR tokens of one text."""
+
+    losses: dict[str, np.ndarray]  # model -> loss by position
+    passkey: float  # share of ten passkeys that SWAN retrieves among FAR tokens
+
+
+def read_far(extended: Path, progress: Progress) -> FarReading:
+    """Read 32 times the train length with NoPE, RoPE, extended NoPE and SWAN."""
+    models: dict[str, str | Path] = {
+        "NoPE (nope-twin)": "nope-twin",
+        "NoPE, extended to 1,024": extended,
+        "RoPE (rope-twin)": "rope-twin",
+        "SWAN (swan-twin)": "swan-twin",
+    }
+    advance, losses = progress("read 16,384 tokens", len(models) + 1), {}
+    for name, source in models.items():
+        model, tokenizer = load_with_tokenizer(source, dtype="float32")
+        windows = cut_windows(read_documents(FAR_TEXT), tokenizer, FAR, 1).ids
+        losses[name] = loss_by_position(model, windows).numpy()
+        advance(1, f"{name}: loss {losses[name][-512:].mean():.2f} at the end")
+    passkey = passkey_accuracy(model, tokenizer, FAR, batch=1)
+    advance(1, f"SWAN: passkeys {passkey:.2f}")
+    return FarReading(losses, passkey)
+
+
+def draw_far_figure(folder: Path, reading: FarReading) -> Path:
+    """Draw the four losses by position; returns the path of the PNG file."""
+    title = "trained on 512 tokens, reading 16,384"
+    figure = figures.loss_curves(reading.losses, 512, title, smoothing=512)
+    style.save(figure, folder / "far")
+    return folder / "far.png"
 
 
 def unused_folder(path: Path) -> Path:
