@@ -207,7 +207,7 @@ def test_shares_decide_how_many_windows_change():
     repeats = sum(len(row.unique()) < len(ROW) - 8 and "Note" not in text_of(row) for row in rows)
     unchanged = sum(torch.equal(row, ROW) for row in rows)
     assert 160 <= unchanged <= 240
-    assert 60 <= repeats
+    assert repeats >= 60
 
 
 def test_a_window_of_a_run_depends_on_seed_and_number_alone():
