@@ -40,6 +40,7 @@ class Mixture:
 
     inside: every window lies inside one document; otherwise windows tile the packed stream.
     passkey_share: the share of rows, of any source, that begin with a passkey document.
+    passkey_length: of the longest passkey document; 0: the length of a row.
     """
 
     def __init__(
@@ -51,11 +52,14 @@ class Mixture:
         inside: bool = False,
         passkeys: PasskeyDocuments | None = None,
         passkey_share: float = 0.0,
+        passkey_length: int = 0,
     ):
         _check_sources(sources, length)
-        _check_passkeys(sources[0], length, passkeys, passkey_share)
+        passkey_length = min(passkey_length or length, length)
+        _check_passkeys(sources[0], passkey_length, passkeys, passkey_share)
         self.sources, self.length, self.seed = tuple(sources), length, seed
         self.passkeys, self.passkey_share = passkeys, passkey_share
+        self.passkey_length = passkey_length
         self._tilings = [
             _Tiling(source, length, inside, (seed, number))
             for number, source in enumerate(self.sources)
@@ -81,12 +85,20 @@ class Mixture:
             rows[number] = self.row(start + number)
         return torch.from_numpy(rows)
 
+    def rows_before_repetition(self, count: int) -> int:
+        """How many of the first `count` rows precede the first one of a second epoch."""
+        for index in range(count):
+            number, ordinal = self._source_of_row.draw(index)
+            if ordinal >= self._tilings[number].windows:
+                return index
+        return count
+
     def _passkey_prefix(self, index: int) -> np.ndarray:
         """The row's passkey document and an end-of-text token; empty for a row without one."""
         if self.passkeys is None or self._has_passkey.draw(index)[0] == 0:
             return np.empty(0, np.int64)
         generator = np.random.default_rng((PASSKEYS, self.seed, index))
-        length = int(generator.integers(self.passkeys.shortest, self.length + 1))
+        length = int(generator.integers(self.passkeys.shortest, self.passkey_length + 1))
         document = self.passkeys.document(length, generator.random(), train_key(generator))
         return np.array([*document, self.sources[0].shards.eos])
 
@@ -121,9 +133,14 @@ class _Tiling:
         self._key = key
         self._epochs: dict[int, np.ndarray] = {}
 
+    @property
+    def windows(self) -> int:
+        """The number of windows of an epoch."""
+        return len(self._steps)
+
     def start(self, ordinal: int) -> int:
         """The start of the window of the source's row number `ordinal`."""
-        epoch, index = divmod(ordinal, len(self._steps))
+        epoch, index = divmod(ordinal, self.windows)
         return int(_cached(self._epochs, epoch, self._shuffled_starts)[index])
 
     def _shuffled_starts(self, epoch: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Cut documents into windows of tokens, and record which documents were used or skipped.
 
-A window never crosses a document boundary.
+A window lies inside one document. Where short documents are joined, it may hold several of them,
+each with an end-of-text token behind it.
 """
 
 from __future__ import annotations
@@ -41,14 +42,22 @@ class Windows:
         }
 
 
-def cut_windows(documents: Iterable[Document], tokenizer: Any, length: int, limit: int) -> Windows:
+def cut_windows(
+    documents: Iterable[Document],
+    tokenizer: Any,
+    length: int,
+    limit: int,
+    *,
+    join_short: bool = False,
+) -> Windows:
     """Up to `limit` windows of `length` tokens: the first of every document, then the second, etc.
 
-    Documents shorter than a window are skipped and listed; if all are too short, that is an error.
-    Long documents are tokenized only as far as the windows need, so that a few windows from many
-    books are fast.
+    Documents shorter than a window are joined, or skipped and listed; if nothing is long enough,
+    that is an error. Long documents are tokenized only as far as the windows need, so that a few
+    windows from many books are fast.
     """
-    readings, skipped = _read_long_documents(documents, tokenizer, length, limit)
+    reader = _LongDocuments(tokenizer, length, join_short)
+    readings, skipped = reader.read(documents, limit), reader.skipped
     turns = 1
     while sum(len(reading.ids) // length for reading in readings) < limit:
         if all(reading.complete for reading in readings):
@@ -64,27 +73,35 @@ def split_windows(
     tokenizer: Any,
     lengths: Mapping[str, int],
     limits: Mapping[str, int],
+    *,
+    join_short: str | None = None,
 ) -> dict[str, Windows]:
     """Windows for several named splits of one corpus; no two splits share a token.
 
     With at least three documents per split, whole documents are dealt out in turn. Otherwise every
     document is cut into one span per split, as long as the split needs; the splits that need most
-    tokens share what is left.
+    tokens share what is left. Documents that are too short are joined for the split `join_short`.
     """
-    longest = max(lengths.values())
     needed = {name: lengths[name] * limits[name] for name in lengths}
-    readings, skipped = _read_long_documents(documents, tokenizer, longest, sum(limits.values()))
+    reader = _LongDocuments(tokenizer, max(lengths.values()), join_short is not None)
+    readings, skipped = reader.read(documents, sum(limits.values())), reader.skipped
     _read_tokens(readings, tokenizer, None)
-    whole = tuple(_Span(reading.name, reading.ids, 0) for reading in readings)
-    if len(whole) >= 3 * len(lengths):
-        dealt = {name: whole[number :: len(lengths)] for number, name in enumerate(lengths)}
-        return {name: _cut(dealt[name], skipped, lengths[name], limits[name]) for name in lengths}
+    joined = [_Span(each.name, each.ids, 0) for each in readings if each.joined]
+    whole = tuple(_Span(each.name, each.ids, 0) for each in readings if not each.joined)
     spans: dict[str, list[_Span]] = {name: [] for name in lengths}
+    if join_short is not None:
+        spans[join_short] += joined
+    if len(whole) >= 3 * len(lengths):
+        for number, name in enumerate(lengths):
+            spans[name] += whole[number :: len(lengths)]
+        return {
+            name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]) for name in lengths
+        }
     for span in whole:
         for name, start, size in _split_document(len(span.ids), lengths, needed):
             spans[name].append(replace(span, ids=span.ids[start : start + size], start=start))
     if not all(spans.values()):
-        longest_span = max(whole, key=lambda span: len(span.ids))
+        longest_span = max(whole or joined, key=lambda span: len(span.ids))
         raise FarspanError(
             f"{longest_span.document} has {len(longest_span.ids)} tokens, and windows that share "
             f"none of them take at least {sum(lengths.values())}; "
@@ -126,6 +143,7 @@ class _Reading:
     def __init__(self, document: Document):
         self.name, self.text = document.name, document.text
         self.ids, self.complete = np.empty(0, dtype=np.int32), False
+        self.joined = False  # of several short documents
 
     def has(self, count: int | None) -> bool:
         """Whether `count` of its tokens are read, or all of them; None means all."""
@@ -158,38 +176,55 @@ def _read_tokens(readings: Sequence[_Reading], tokenizer: Any, count: int | None
         characters *= 2
 
 
-def _read_long_documents(
-    documents: Iterable[Document], tokenizer: Any, length: int, limit: int
-) -> tuple[list[_Reading], tuple[dict[str, Any], ...]]:
-    """Up to `limit` documents of at least `length` tokens, and a record of the shorter ones."""
-    if length < 2:
-        raise FarspanError(
-            f"a length of {length} tokens leaves nothing to predict; use a length of at least 2"
+class _LongDocuments:
+    """Reads documents of at least `length` tokens; joins shorter ones, or records them."""
+
+    def __init__(self, tokenizer: Any, length: int, join_short: bool):
+        if length < 2:
+            raise FarspanError(
+                f"a length of {length} tokens leaves nothing to predict; use a length of at least 2"
+            )
+        self.tokenizer, self.length = tokenizer, length
+        self.end = tokenizer.eos_token_id if join_short else None
+        self.skipped: tuple[dict[str, Any], ...] = ()
+        self._waiting: list[_Reading] = []  # short documents, not joined yet
+
+    def read(self, documents: Iterable[Document], limit: int) -> list[_Reading]:
+        """One window from each of `limit` documents is enough."""
+        readings: list[_Reading] = []
+        remaining = iter(documents)
+        while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - len(readings))))):
+            _read_tokens(batch, self.tokenizer, self.length)
+            for reading in batch:
+                if len(reading.ids) >= self.length:
+                    readings.append(reading)
+                elif len(reading.ids):
+                    readings += self._join(reading)
+        why = f"shorter than {self.length} tokens"
+        self.skipped += tuple(
+            {"document": each.name, "tokens": len(each.ids), "why": why} for each in self._waiting
         )
-    readings: list[_Reading] = []
-    skipped: list[dict[str, Any]] = []
-    remaining = iter(documents)
-    # One window from each of `limit` documents is enough.
-    while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - len(readings))))):
-        _read_tokens(batch, tokenizer, length)
-        for reading in batch:
-            if len(reading.ids) >= length:
-                readings.append(reading)
-            else:
-                skipped.append(
-                    {
-                        "document": reading.name,
-                        "tokens": len(reading.ids),
-                        "why": f"shorter than {length} tokens",
-                    }
-                )
-    if not readings:
-        longest = max((entry["tokens"] for entry in skipped), default=0)
-        raise FarspanError(
-            f"no document has {length} tokens (the longest of {len(skipped)} has {longest}); "
-            "use longer text, or shorter lengths"
-        )
-    return readings, tuple(skipped)
+        if not readings:
+            longest = max((entry["tokens"] for entry in self.skipped), default=0)
+            raise FarspanError(
+                f"no document has {self.length} tokens (the longest of {len(self.skipped)} has "
+                f"{longest}); use longer text, or shorter lengths"
+            )
+        return readings
+
+    def _join(self, short: _Reading) -> list[_Reading]:
+        """The waiting documents and this one as one document, if that is long enough."""
+        self._waiting.append(short)
+        # The last end-of-text token counts: it can be predicted.
+        tokens = sum(len(each.ids) + 1 for each in self._waiting)
+        if self.end is None or tokens < self.length:
+            return []
+        ids = [part for each in self._waiting for part in (each.ids, [self.end])]
+        joined = _Reading(Document(f"{self._waiting[0].name} to {short.name}", ""))
+        joined.ids, joined.complete = np.concatenate(ids).astype(np.int32), True
+        joined.joined = True
+        self._waiting = []
+        return [joined]
 
 
 def _cut(

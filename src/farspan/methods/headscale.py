@@ -42,6 +42,7 @@ class SearchConfig:
     warmup: int = 20
     constraint: bool = True  # λ̂ ≥ 1
     init: float = 0.0  # 0: the best uniform λ̂
+    beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
     repeats: float = 0.0  # share of the windows with spans that stand twice
     save_every: int = 50
 
@@ -53,6 +54,8 @@ class SearchConfig:
             raise FarspanError(
                 f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
             )
+        if not 1 <= self.beyond <= 2:
+            raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
         if not 0 <= self.repeats <= 1:
             raise FarspanError(f"search.repeats is {self.repeats:g}; choose a share from 0 to 1")
         if self.init < 0 or self.warmup < 0:

@@ -26,11 +26,10 @@ from farspan.methods.layer_costs import retrieval_loss
 from farspan.methods.rope import ROPE_SCALINGS, existing_rope_scaling, fit_rope, rope_override
 from farspan.methods.schedules import SCHEDULES, fit_schedule
 from farspan.methods.swan import DistillPlan, SwanConfig, check_layers, swan
-from farspan.methods.tuning import FAIR_STEPS, RAW_STEPS, TuningConfig, weights_override
+from farspan.methods.tuning import BATCH, FAIR_STEPS, RAW_STEPS, TuningConfig, weights_override
 from farspan.methods.uniform import uniform
 from farspan.recipe import apply_overrides, load_recipe
 
-SEARCH_OVERSHOOT = 1.125  # the search reads beyond the target, as Wang 2024 reads 18K for 16K
 TRAINED_METHODS = {"drope", "swan", "continue"}  # that train weights, whatever `tune` is
 SWAN_FACTOR = 4  # auto tries swan for targets beyond this multiple of the train length
 MAX_LOST = 0.1  # nats a repeated token that auto lets swan lose inside the train length
@@ -47,7 +46,8 @@ class ExtendConfig:
     swan: SwanConfig = field(default_factory=SwanConfig)
     tune: str = ""  # rotary methods: "fair" or "raw" tunes all weights, 200 or 1000 steps
     fitted: bool = True  # schedules: fit their slope, or take it from their formula
-    search_windows: int = 256  # at most
+    search_windows: int = 0  # at most; 0: as many as a search reads
+    packed: bool = True  # join documents that are shorter than a search window
     choose_windows: int = 8
     report_windows: int = 8
     passkeys: int = 2  # keys at each of ten depths; 0 measures no passkeys
@@ -58,7 +58,9 @@ class ExtendConfig:
             raise FarspanError(
                 f"tune is {self.tune!r}; choose fair (200 steps) or raw (1000 steps), or remove it"
             )
-        for name in ("search_windows", "choose_windows", "report_windows"):
+        if self.search_windows < 0:
+            raise FarspanError(f"search_windows is {self.search_windows}; choose 0 or more")
+        for name in ("choose_windows", "report_windows"):
             if getattr(self, name) < 1:
                 raise FarspanError(f"{name} is {getattr(self, name)}; choose 1 or more")
         if self.passkeys < 0:
@@ -278,13 +280,25 @@ def search_windows(
 
     A search for scales reads beyond the target. Distillation alone reads short windows.
     """
-    length, count = round(SEARCH_OVERSHOOT * to), config.search_windows
+    length = round(config.search.beyond * to)
+    count = config.search_windows or _windows_read(names, config)
     if "swan" not in names:
         return length, count
     plan = DistillPlan.make(config.swan, config.tuning, train_length)
     if list(names) == ["swan"]:
         return plan.length, plan.steps * plan.batch
     return length, max(count, math.ceil(plan.tokens / length))
+
+
+def _windows_read(names: Sequence[str], config: ExtendConfig) -> int:
+    """The most windows that one of the methods reads: no window twice, if the text has them."""
+    counts = [1]
+    if {"headscale", "headlog", "auto"} & set(names):
+        counts.append(config.search.steps * config.search.batch)
+    if config.tune or {"drope", "continue"} & set(names):
+        steps = config.tuning.steps or TUNING_STEPS[config.tune] or FAIR_STEPS
+        counts.append(steps * (config.tuning.batch or BATCH))
+    return max(counts)
 
 
 def make_fit_job(

@@ -80,15 +80,35 @@ def prepare_data(
     used = {name: source for name, source in data.sources.items() if source.weight}
     data = replace(data, sources=used)
     files = {name: find_files(data, name) for name in data.sources}
-    cache = Path(data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
+    cache = _cache_folder(data)
     with processes().main_process_first():
         tokenizer = _tokenizer(data, data.tokenizer or start, files, cache)
-        with _cache_lock(cache):
-            workers = data.processes or os.cpu_count() or 1
-            shards = {
-                name: _packed(name, paths, tokenizer, cache, workers, progress)
-                for name, paths in files.items()
-            }
+    return pack_mixture(data, tokenizer, length, seed, progress=progress)
+
+
+def pack_mixture(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    seed: int,
+    *,
+    passkey_length: int = 0,
+    progress: Progress = silent,
+) -> TrainingData:
+    """The mixture in rows of `length` tokens and one, packed with this tokenizer.
+
+    passkey_length: of the longest passkey document; 0: the length of a row.
+    """
+    used = {name: source for name, source in data.sources.items() if source.weight}
+    data = replace(data, sources=used)
+    files = {name: find_files(data, name) for name in data.sources}
+    cache = _cache_folder(data)
+    with processes().main_process_first(), _cache_lock(cache):
+        workers = data.processes or os.cpu_count() or 1
+        shards = {
+            name: _packed(name, paths, tokenizer, cache, workers, progress)
+            for name, paths in files.items()
+        }
     sources = [Source(name, shards[name], source.weight) for name, source in data.sources.items()]
     passkeys = PasskeyDocuments(tokenizer) if data.passkey else None
     mixture = Mixture(
@@ -98,8 +118,13 @@ def prepare_data(
         inside=data.inside,
         passkeys=passkeys,
         passkey_share=data.passkey,
+        passkey_length=passkey_length,
     )
     return TrainingData(tokenizer, mixture, _summary(sources, files))
+
+
+def _cache_folder(data: DataConfig) -> Path:
+    return Path(data.cache or os.environ.get("FARSPAN_CACHE", "~/.cache/farspan")).expanduser()
 
 
 def _summary(sources: Sequence[Source], files: dict[str, list[Path]]) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from farspan.attention.model_facts import cache_bytes, config_train_length, max_
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import Layer, probe
 from farspan.batching import out_of_memory
-from farspan.data.documents import read_documents, share_text
+from farspan.data.documents import read_documents
 from farspan.data.passkey import PasskeyDocuments
-from farspan.data.windows import Windows, cut_windows, split_windows
+from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError
@@ -34,7 +34,6 @@ from farspan.loading import is_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
 from farspan.methods.registry import (
     SCALE_METHODS,
-    SEARCH_OVERSHOOT,
     TRAINED_METHODS,
     ExtendConfig,
     candidate_methods,
@@ -55,6 +54,7 @@ from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.loop import LOCK, lock_run
+from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.train.sharding import processes
 from farspan.workflows.pretrain import matmul_flops_per_second
 
@@ -292,10 +292,11 @@ def _check_lengths(
         raise FarspanError(
             f"{source} was already trained on {length} tokens; choose a longer --to than that"
         )
-    if rows is not None and round(SEARCH_OVERSHOOT * to) > rows:
+    window = round(run.config.search.beyond * to)
+    if rows is not None and window > rows:
         raise FarspanError(
             f"{source} has {rows} learned positions, and a search for {to} tokens reads "
-            f"{round(SEARCH_OVERSHOOT * to)}; such a model cannot be extended beyond its table"
+            f"{window}; such a model cannot be extended beyond its table"
         )
     if "dynamic-ntk" in run.names and length != config_length:
         # transformers' dynamic rotation reads the length from the config alone.
@@ -316,21 +317,29 @@ def _split_text(
         "choose": run.config.choose_windows,
         "report": run.config.report_windows,
     }
+    options: dict[str, Any] = {
+        "seed": run.config.seed,
+        "packed": run.config.packed,
+        "progress": run.progress,
+    }
     if isinstance(data, str | Path):
-        return split_windows(read_documents(data), tokenizer, lengths, limits)
+        return split_text(data, tokenizer, lengths, limits, train_length, **options)
     if set(data) != set(lengths):
         raise FarspanError(
             f"the texts are named {', '.join(data)}; give one corpus, or three as search=PATH, "
             "choose=PATH and report=PATH"
         )
     for one, other in combinations(lengths, 2):
-        if share_text(data[one], data[other]):
+        if overlapping(data[one], data[other]):
             raise FarspanError(
                 f"{one}={data[one]} and {other}={data[other]} overlap; give three disjoint texts"
             )
-    return {
+    search = search_text(
+        data["search"], tokenizer, search_length, searched, train_length, **options
+    )
+    return {"search": search} | {
         name: cut_windows(read_documents(data[name]), tokenizer, lengths[name], limits[name])
-        for name in lengths
+        for name in ("choose", "report")
     }
 
 

@@ -63,6 +63,7 @@ from farspan.report.figures import Figure, best_scales, method_losses
 from farspan.report.study_tables import study_report, summary_line
 from farspan.report.style import save
 from farspan.train.loop import StepMetrics
+from farspan.train.search_text import is_mixture, search_text, text_files
 from farspan.workflows.pretrain import pretrain, read_recipe
 from farspan.workflows.reproduce_study import (
     GridCell,
@@ -321,6 +322,23 @@ class StudyTexts:
             self._windows[key] = cut_windows(documents, tokenizer, length, limit).ids
         return self._windows[key]
 
+    def search_windows(
+        self, model: str, tokenizer: Any, length: int, limit: int, train_length: int
+    ) -> torch.Tensor:
+        """Windows of the search text, which may be a mixture."""
+        study, key = self.study, (self.study.search, model, length, limit)
+        if key not in self._windows:
+            self._windows[key] = search_text(
+                study.path(study.search),
+                tokenizer,
+                length,
+                limit,
+                train_length,
+                packed=study.extension.packed,
+                folder=study.folder,
+            ).ids
+        return self._windows[key]
+
     def weight_hashes(self, folder: Path) -> list[str]:
         """The SHA-256 of a model's weight files, which do not change while a study runs."""
         if folder not in self._weight_hashes:
@@ -350,7 +368,10 @@ class StudyTexts:
             needed.append(("choose", study.choose, 8 * length))
         for key, file, window in dict.fromkeys(needed):
             try:
-                cut_windows(read_documents(study.path(file)), tokenizer, window, 1)
+                if key == "search":
+                    self.search_windows(model, tokenizer, window, 1, length)
+                else:
+                    cut_windows(read_documents(study.path(file)), tokenizer, window, 1)
             except FarspanError as error:
                 raise type(error)(
                     f"{key} names {file}, which cannot be used for {model}: {error}"
@@ -363,6 +384,8 @@ class StudyTexts:
         for name in self.study.files:
             path = self.study.path(name)
             files = [path] if path.is_file() else sorted(path.rglob("*"))
+            if is_mixture(path):
+                files += text_files(path, self.study.folder)
             hashes[name] = [sha256_of(file) for file in files if file.is_file()]
         return hashes
 
@@ -402,7 +425,7 @@ def _fit(
     config = method_config(replace(study.extension, seed=cell.seed), cell.method)
     target = length * cell.factor
     windows = search_windows(method.split("+"), config, target, length)
-    search = texts.windows(study.search, cell.model, tokenizer, *windows)
+    search = texts.search_windows(cell.model, tokenizer, *windows, length)
     choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows)
     layers = probe(model)
     settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}

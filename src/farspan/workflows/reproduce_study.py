@@ -8,7 +8,6 @@ from itertools import combinations
 from pathlib import Path
 
 from farspan.bundled import is_bundled
-from farspan.data.documents import share_text
 from farspan.errors import FarspanError, suggest
 from farspan.methods.registry import (
     METHOD_SETTINGS,
@@ -22,6 +21,7 @@ from farspan.methods.uniform import STEP
 from farspan.recipe import apply_overrides, load_recipe
 from farspan.train.checkpoint import checkpoint_name
 from farspan.train.corpus import data_folder
+from farspan.train.search_text import is_mixture, overlapping
 from farspan.workflows.pretrain import read_recipe
 
 RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "study"
@@ -41,7 +41,7 @@ class ReproduceStudy:
     runs: str = "runs"  # where models are found, or trained
     factors: tuple[int, ...] = (2, 4, 8)  # targets, in train lengths
     seeds: tuple[int, ...] = (0, 1, 2)  # a method without randomness runs with the first only
-    search: str = "books_train_a.jsonl.xz"
+    search: str = "books_train_a.jsonl.xz"  # or a mixture, a .toml file
     choose: str = "books_train_b.jsonl.xz"
     report: tuple[str, ...] = ("books_val.jsonl.xz", "pg19_test_a.jsonl.xz")
     report_windows: int = 24
@@ -60,6 +60,9 @@ class ReproduceStudy:
         self._check_texts()
 
     def path(self, file: str) -> Path:
+        """A text lies in the folder of texts, a mixture there or anywhere else."""
+        if is_mixture(file) and Path(file).is_file():
+            return Path(file)
         return data_folder(self.folder) / file
 
     @property
@@ -119,7 +122,7 @@ class ReproduceStudy:
     def _check_texts(self) -> None:
         """Refuse to report on text that was used for search or choice, and equal text names."""
         for file, other in combinations(self.files, 2):
-            if share_text(self.path(file), self.path(other)):
+            if overlapping(self.path(file), self.path(other), self.folder):
                 raise FarspanError(
                     f"search, choose and report must not share text, but {file} and {other} do; "
                     "use each text once"

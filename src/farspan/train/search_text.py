@@ -1,0 +1,131 @@
+"""The text that a method is fitted on: windows of documents, or rows of a mixture.
+
+A mixture is what a model was pretrained on: weighted sources, packed documents, passkey documents.
+Wang 2024 searches scales on such rows. A mixture file has the keys of [data] of a pretraining
+recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from farspan.data.documents import read_documents, share_text
+from farspan.data.windows import Windows, cut_windows, split_windows
+from farspan.errors import FarspanError
+from farspan.progress import Progress, silent
+from farspan.recipe import load_recipe
+from farspan.train.corpus import DataConfig, TrainingData, find_files, pack_mixture
+
+SEARCH = "search"
+
+
+def is_mixture(source: str | Path) -> bool:
+    return Path(source).suffix == ".toml"
+
+
+def read_mixture(file: str | Path, folder: str = "") -> DataConfig:
+    """The mixture in a file; its texts lie in `folder` if it names no folder."""
+    data = load_recipe(DataConfig, file, recipe_dir=Path())
+    return replace(data, folder=data.folder or folder)
+
+
+def text_files(source: str | Path, folder: str = "") -> list[Path]:
+    """The files of a mixture, or the source itself."""
+    if not is_mixture(source):
+        return [Path(source)]
+    data = read_mixture(source, folder)
+    used = [name for name, part in data.sources.items() if part.weight]
+    return [file for name in used for file in find_files(data, name)]
+
+
+def overlapping(first: str | Path, second: str | Path, folder: str = "") -> bool:
+    """Whether two texts share a file."""
+    return any(
+        share_text(one, other)
+        for one in text_files(first, folder)
+        for other in text_files(second, folder)
+    )
+
+
+def search_text(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    limit: int,
+    train_length: int,
+    *,
+    seed: int = 0,
+    packed: bool = True,
+    folder: str = "",
+    progress: Progress = silent,
+) -> Windows:
+    """Windows of one text, or rows of a mixture.
+
+    packed: documents that are shorter than a window are joined; a mixture says itself whether its
+        windows lie inside one document.
+    """
+    if not is_mixture(source):
+        documents = read_documents(source)
+        return cut_windows(documents, tokenizer, length, limit, join_short=packed)
+    data = read_mixture(source, folder)
+    packed_data = _pack(data, tokenizer, length, seed, train_length, progress)
+    return _rows(packed_data, 0, limit, length)
+
+
+def split_text(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Mapping[str, int],
+    limits: Mapping[str, int],
+    train_length: int,
+    *,
+    seed: int = 0,
+    packed: bool = True,
+    progress: Progress = silent,
+) -> dict[str, Windows]:
+    """Windows for the splits of one text or mixture; no two splits share a token.
+
+    Only the search split of a mixture has passkey documents.
+    """
+    if not is_mixture(source):
+        join = SEARCH if packed else None
+        return split_windows(read_documents(source), tokenizer, lengths, limits, join_short=join)
+    data, longest, total = read_mixture(source), max(lengths.values()), sum(limits.values())
+    rows = _pack(data, tokenizer, longest, seed, train_length, progress)
+    plain = _pack(replace(data, passkey=0.0), tokenizer, longest, seed, train_length, progress)
+    available = rows.mixture.rows_before_repetition(total)
+    start = limits[SEARCH] - (total - available)  # the other splits are served first
+    if start < 1:
+        raise FarspanError(
+            f"{source} has {available} different windows of {longest} tokens, and the splits take "
+            f"at least {total - limits[SEARCH] + 1}; use more text, or a shorter target"
+        )
+    splits = {SEARCH: _rows(rows, 0, start, lengths[SEARCH])}
+    for name in [name for name in lengths if name != SEARCH]:
+        splits[name] = _rows(plain, start, limits[name], lengths[name])
+        start += limits[name]
+    return splits
+
+
+def _pack(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    seed: int,
+    train_length: int,
+    progress: Progress,
+) -> TrainingData:
+    """The mixture in rows of `length` tokens; passkey documents are as long as in pretraining."""
+    return pack_mixture(
+        data, tokenizer, length - 1, seed, passkey_length=train_length, progress=progress
+    )
+
+
+def _rows(data: TrainingData, start: int, count: int, length: int) -> Windows:
+    ids = data.mixture.rows(start, count)[:, :length]
+    used: Sequence[dict] = [{"source": name, **facts} for name, facts in data.summary.items()]
+    return Windows(ids, tuple(used), ())

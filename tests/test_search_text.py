@@ -1,0 +1,205 @@
+"""The text that a method is fitted on: joined short documents, mixtures, and their splits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from farspan.bundled import BUNDLED_MODELS
+from farspan.data.documents import Document
+from farspan.data.windows import cut_windows, split_windows
+from farspan.errors import FarspanError
+from farspan.methods.headscale import SearchConfig
+from farspan.methods.registry import ExtendConfig, search_windows
+from farspan.methods.tuning import TuningConfig
+from farspan.train.search_text import overlapping, search_text, split_text
+from farspan.workflows.extend import extend
+
+LENGTH, TRAIN_LENGTH = 256, 160
+MIX = """
+folder = "{folder}"
+cache = "{folder}/cache"
+passkey = {passkey}
+processes = 1
+
+[sources.numbers]
+files = "numbers.txt"
+weight = 3
+
+[sources.words]
+files = "words.txt"
+weight = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every number stands once, so that shared text would show; passkeys have five digits."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "numbers.txt").write_text(" ".join(map(str, range(100_000, 110_000))))
+    (folder / "words.txt").write_text("alpha beta gamma delta " * 4_000)
+    return folder
+
+
+def mixture(folder, passkey: float = 0.0):
+    file = folder / f"mix-{passkey}.toml"
+    file.write_text(MIX.format(folder=folder, passkey=passkey))
+    return file
+
+
+def numbers_in(tokenizer, ids) -> set[str]:
+    """The whole numbers of some windows, without the broken ones at their ends."""
+    return {
+        number for row in ids for number in re.findall(r"(?<= )\d{6}(?= )", tokenizer.decode(row))
+    }
+
+
+# Documents that are shorter than a window.
+
+
+def short_documents(count: int) -> list[Document]:
+    return [Document(f"d{number}", f"note {number} " * 8) for number in range(count)]
+
+
+def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
+    documents = short_documents(12)
+    with pytest.raises(FarspanError, match="no document has 100 tokens"):
+        cut_windows(documents, tokenizer, 100, 2)
+    windows = cut_windows(documents, tokenizer, 100, 2, join_short=True)
+    encoded = [tokenizer(each.text, add_special_tokens=False)["input_ids"] for each in documents]
+    stream = [token for ids in encoded for token in (*ids, tokenizer.eos_token_id)]
+    assert windows.ids[0].tolist() == stream[:100]
+    assert windows.used[0]["document"].startswith("d0 to d")
+    joined = int(windows.used[0]["document"].removeprefix("d0 to d"))
+    after = sum(len(ids) + 1 for ids in encoded[: joined + 1])
+    assert windows.ids[1].tolist() == stream[after : after + 100], "no document twice"
+
+
+def test_joining_leaves_the_windows_of_long_documents_as_they_were(tokenizer):
+    long = Document("long", "something else entirely " * 100)
+    plain = cut_windows([long], tokenizer, 100, 2)
+    joined = cut_windows([*short_documents(3), long], tokenizer, 100, 2, join_short=True)
+    assert joined.ids.tolist() == plain.ids.tolist()
+    assert [entry["document"] for entry in joined.skipped] == ["d0", "d1", "d2"]
+
+
+def test_only_the_search_split_gets_joined_documents(tokenizer):
+    long = [Document(f"long {number}", f"book {number} " * 200) for number in range(9)]
+    lengths, limits = (
+        {"search": 100, "choose": 80, "report": 80},
+        dict.fromkeys(("search", "choose", "report"), 30),
+    )
+    splits = split_windows(
+        [*short_documents(20), *long], tokenizer, lengths, limits, join_short="search"
+    )
+    names = {name: {entry["document"] for entry in each.used} for name, each in splits.items()}
+    assert any(name.startswith("d0 to") for name in names["search"])
+    assert not any("to d" in name for name in names["choose"] | names["report"])
+    assert len(names["search"] | names["choose"] | names["report"]) >= 10
+
+
+# Mixtures.
+
+
+def test_rows_of_a_mixture_have_the_shares_of_its_sources(folder, tokenizer):
+    windows = search_text(mixture(folder), tokenizer, LENGTH, 200, TRAIN_LENGTH)
+    assert windows.ids.shape == (200, LENGTH)
+    texts = [tokenizer.decode(row) for row in windows.ids]
+    assert sum("gamma" in text for text in texts) == pytest.approx(50, abs=15)
+    assert {entry["source"]: entry["share"] for entry in windows.used} == {
+        "numbers": 0.75,
+        "words": 0.25,
+    }
+
+
+def test_passkey_documents_of_a_mixture_are_no_longer_than_in_pretraining(folder, tokenizer):
+    windows = search_text(mixture(folder, 1.0), tokenizer, LENGTH, 40, TRAIN_LENGTH)
+    ends = [row.tolist().index(tokenizer.eos_token_id) for row in windows.ids]
+    assert max(ends) <= TRAIN_LENGTH
+    assert len(set(ends)) > 5
+    assert all("pass key" in tokenizer.decode(row[: TRAIN_LENGTH + 1]) for row in windows.ids)
+
+
+def test_splits_of_a_mixture_share_no_text(folder, tokenizer):
+    lengths = {"search": LENGTH, "choose": 200, "report": 200}
+    limits = {"search": 100, "choose": 20, "report": 20}
+    splits = split_text(mixture(folder, 0.5), tokenizer, lengths, limits, TRAIN_LENGTH)
+    assert {name: tuple(each.ids.shape) for name, each in splits.items()} == {
+        "search": (100, LENGTH),
+        "choose": (20, 200),
+        "report": (20, 200),
+    }
+    numbers = {name: numbers_in(tokenizer, each.ids) for name, each in splits.items()}
+    assert all(len(part) > 300 for part in numbers.values())
+    assert not numbers["search"] & numbers["choose"]
+    assert not numbers["search"] & numbers["report"]
+    assert not numbers["choose"] & numbers["report"]
+    assert not any("pass key" in tokenizer.decode(row) for row in splits["report"].ids)
+
+
+def test_a_mixture_with_little_text_has_fewer_search_windows_or_is_refused(folder, tokenizer):
+    lengths = dict.fromkeys(("search", "choose", "report"), LENGTH)
+    limits = {"search": 5000, "choose": 8, "report": 8}
+    splits = split_text(mixture(folder), tokenizer, lengths, limits, TRAIN_LENGTH)
+    assert 30 < len(splits["search"].ids) < 1000
+    limits = {"search": 1, "choose": 2000, "report": 2000}
+    with pytest.raises(FarspanError, match=r"different windows of 256 tokens, and the splits take"):
+        split_text(mixture(folder), tokenizer, lengths, limits, TRAIN_LENGTH)
+
+
+def test_a_mixture_overlaps_with_the_files_that_it_names(folder):
+    assert overlapping(mixture(folder), folder / "words.txt")
+    assert overlapping(folder, mixture(folder))
+    assert not overlapping(mixture(folder), folder / "other.txt")
+
+
+def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
+    (tmp_path / "other.txt").write_text("one text to choose by " * 4000)
+    (tmp_path / "report.txt").write_text("and one to report on " * 4000)
+    data = {
+        "search": str(mixture(folder, 0.5)),
+        "choose": str(tmp_path / "other.txt"),
+        "report": str(tmp_path / "report.txt"),
+    }
+    search = SearchConfig(steps=2, batch=2, micro_batch=2, lr=(0.1,), init=1.1, beyond=1.0)
+    recipe = ExtendConfig(search=search, choose_windows=1, report_windows=1, passkeys=0)
+    out = tmp_path / "patch"
+    result = extend("nope-twin", 640, out, "headscale", data=data, recipe=recipe)
+    assert result.patch.method == "headscale"
+    text = (out / "record.json").read_text()
+    assert '"source": "numbers"' in text
+    with pytest.raises(FarspanError, match="overlap; give three disjoint texts"):
+        extend(
+            "nope-twin",
+            640,
+            tmp_path / "other",
+            "headscale",
+            data=data | {"choose": str(folder / "words.txt")},
+            recipe=recipe,
+        )
+
+
+# How many windows, and how long.
+
+
+def test_a_search_reads_no_window_twice_if_the_text_has_enough():
+    config = ExtendConfig()
+    assert search_windows(["headscale"], config, 16_384, 2048) == (18_432, 1600)
+    shorter = ExtendConfig(search=SearchConfig(steps=50, beyond=1.0), search_windows=64)
+    assert search_windows(["headlog"], shorter, 16_384, 2048) == (16_384, 64)
+    tuned = ExtendConfig(tune="fair", tuning=TuningConfig(batch=4))
+    assert search_windows(["yarn"], tuned, 4096, 2048)[1] == 800
+    assert search_windows(["uniform"], config, 4096, 2048)[1] == 1
+
+
+@pytest.mark.parametrize("beyond", [0.9, 2.1])
+def test_windows_shorter_than_the_target_are_refused(beyond):
+    with pytest.raises(FarspanError, match=f"search.beyond is {beyond:g}; choose a factor"):
+        SearchConfig(beyond=beyond)
