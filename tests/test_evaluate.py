@@ -476,6 +476,34 @@ def build_evaluation(name: str, lengths: tuple[int, ...], bench: Path, tiny: Pat
     return build(model, make_plan(model, SUITES[name], config, data.get(name, {})))
 
 
+def test_the_paper_suite_measures_what_wang_2024_measures(tiny, bench):
+    """16 lengths × 10 depths × 10 passkeys up to twice the target, and LongBench with 5 beams."""
+    model = replace(
+        evaluate_workflow._load_eval_model(tiny / "none", {}), extended_length=8 * LENGTH
+    )
+    texts = {
+        "pg19": tiny / "text",
+        "proofpile": tiny / "text",
+        "longbench": bench / "longbench.jsonl",
+    }
+    plan = make_plan(model, SUITES["paper"], EvalConfig(), texts)
+    perplexity, passkey, long, commonsense = (
+        build(model, plan) for build in SUITES["paper"].builds
+    )
+    assert [text.name for text in perplexity.texts] == ["pg19", "proofpile"]
+    cells = passkey.cells()
+    assert len(cells) == 160
+    assert {cell.length for cell in cells} == {256 * number for number in range(1, 17)}
+    depths = Counter(cell.settings["depth"] for cell in cells)
+    assert sorted(depths) == pytest.approx([number / 9 for number in range(10)], abs=1e-6)
+    for cell in cells[::40]:
+        keys, _, _ = passkey.documents(cell, model.tokenizer)
+        assert len(keys) == cell.settings["keys"] == 10
+    assert [cell.task for cell in long.cells()] == list(LONG)
+    assert {cell.settings["beams"] for cell in long.cells()} == {5}
+    assert (commonsense.tasks, commonsense.limit) == (tuple(TASKS), None)
+
+
 @pytest.mark.parametrize("lengths", [pytest.param((256,), marks=pytest.mark.long), (256, 300)])
 @pytest.mark.parametrize("name", ["perplexity", "passkey", "needle", "longbench", "commonsense"])
 def test_score_keys_are_known_before_the_run(tiny, bench, name, lengths):

@@ -206,6 +206,71 @@ def test_unconstrained_scales_stay_positive(method):
     assert float(ends.max()) > 2
 
 
+def test_searches_start_from_the_best_uniform_scale(monkeypatch):
+    """One step with a learning rate of almost 0 ends where the search started."""
+    monkeypatch.setattr("farspan.methods.uniform.COARSE", (1.0, 1.05, 1.1))  # a faster search
+    model = BY_NAME["qwen3"].build()
+    job = job_for(model)
+    best = uniform(model, job).scales.base
+    assert float(best[0, 0]) > 1.01
+    still = replace(QUICK, steps=1, lr=(1e-9,), init=0.0)
+    assert torch.allclose(headscale(model, job, still).scales.base, best, atol=1e-6)
+    growing = headlog(model, job, still).scales
+    assert torch.allclose(growing.base, torch.ones_like(best), atol=1e-6)
+    assert torch.allclose(growing.at(torch.tensor([float(TARGET)]))[..., 0], best, atol=1e-6)
+
+
+@pytest.fixture
+def applied_updates(monkeypatch) -> list[dict]:
+    """The settings and the gradient norm of every optimizer step, which a test's search fills."""
+    updates = []
+    original = EagerSteps.update
+
+    def update(self) -> None:
+        ((group,),) = [optimizer.param_groups for optimizer in self.task.optimizers]
+        gradients = [parameter.grad for parameter in group["params"]]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        settings = {key: group[key] for key in ("lr", "betas", "weight_decay")}
+        updates.append({**settings, "norm": norm, "optimizer": self.task.optimizers[0]})
+        original(self)
+
+    monkeypatch.setattr(EagerSteps, "update", update)
+    return updates
+
+
+@pytest.mark.parametrize(("method", "peak"), [(headscale, 0.1), (headlog, 0.05)])
+def test_searches_warm_up_and_decay_by_half_a_cosine(method, peak, applied_updates):
+    """As in Wang 2024: linearly from 0, then down to a tenth of the learning rate."""
+    model = BY_NAME["farspan-none"].build()
+    method(model, job_for(model), replace(QUICK, steps=20, warmup=4))
+    rates = np.array([update["lr"] for update in applied_updates]) / peak
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[8] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2), "a quarter of the way"
+    assert rates[12] == pytest.approx(0.55), "half of the way"
+    assert (np.diff(rates[4:]) < 0).all()
+    assert 0.1 < rates[-1] < 0.12
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_searches_clip_gradients_to_a_norm_of_1(method, applied_updates, monkeypatch):
+    """A loss of a thousandfold size has gradients that are far too large."""
+    monkeypatch.setattr(
+        headscale_module, "mean_loss", lambda model, ids: 1000 * mean_loss(model, ids)
+    )
+    model = BY_NAME["farspan-none"].build()
+    method(model, job_for(model), QUICK)
+    assert [update["norm"] for update in applied_updates] == pytest.approx([1.0] * 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_searches_use_the_adamw_of_wang_2024(method, applied_updates):
+    model = BY_NAME["farspan-none"].build()
+    method(model, job_for(model), QUICK)
+    for update in applied_updates:
+        assert isinstance(update["optimizer"], torch.optim.AdamW)
+        assert (update["betas"], update["weight_decay"]) == ((0.9, 0.95), 0.0)
+
+
 @pytest.mark.parametrize(("factor", "accurate"), [(1.0, True), (300.0, False)])
 def test_detects_whether_bf16_gradients_are_accurate(factor, accurate):
     """Attention scores of many thousands turn the bf16 gradient of a scale into noise."""
@@ -319,6 +384,37 @@ def test_factor_always_reaches_the_target(method, monkeypatch):
     assert fit_rope(model, job_for(model), method, None).rope["factor"] == TARGET / LENGTH
 
 
+def rotary_of(model) -> torch.nn.Module:
+    (rotary,) = (module for module in model.modules() if hasattr(module, "attention_scaling"))
+    return rotary
+
+
+@pytest.mark.parametrize("name", ["farspan-rope", "llama", "smollm3"])
+def test_ntk_stretches_the_base_by_the_published_exponent(name):
+    """θ·s^(d/(d−2)): the lowest frequency is divided by s, and the highest is kept."""
+    model = BY_NAME[name].build()
+    before = rotary_of(model).inv_freq.clone()
+    rope = rope_parameters(model, job_for(model), "ntk", 4.0)
+    theta = model.config.rope_parameters["rope_theta"]
+    assert rope["rope_theta"] == pytest.approx(theta * 4 ** (8 / 6)), "heads have 8 dimensions"
+    with rope_override(model, rope):
+        after = rotary_of(model).inv_freq
+        assert after[-1].item() == pytest.approx(before[-1].item() / 4, rel=1e-5)
+        assert after[0].item() == before[0].item() == 1
+        assert (after[1:] < before[1:]).all()
+
+
+@pytest.mark.parametrize(("factor", "temperature"), [(2.0, 1.0693147), (16.0, 1.2772589)])
+@pytest.mark.parametrize("name", ["farspan-rope", "llama"])
+def test_yarn_multiplies_queries_and_keys_by_the_published_temperature(name, factor, temperature):
+    """0.1·ln s + 1, on both, so that scores get its square."""
+    model = BY_NAME[name].build()
+    with rope_override(model, rope_parameters(model, job_for(model), "yarn", factor)):
+        cos, sin = rotary_of(model)(torch.zeros(1, 3, 8), torch.tensor([[0, 5, 50]]))
+    lengths = (cos**2 + sin**2).sqrt()
+    assert torch.allclose(lengths, torch.full_like(lengths, temperature), atol=1e-6)
+
+
 STRETCHED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
@@ -412,6 +508,28 @@ def test_recovers_the_law_of_the_best_scale():
     assert grid.loss.shape == (11, 8)
     assert set(grid.best) <= set(grid.values)
     assert not seam.installed(model)
+
+
+def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkeypatch):
+    """A loss that is lowest at 1 + 0.4·ln(i / L), measured over 8 train lengths."""
+    model = BY_NAME["farspan-none"].build()
+    job, installed, length = job_for(model), [], 8 * LENGTH
+
+    def law(positions: np.ndarray) -> np.ndarray:
+        return 1 + 0.4 * np.log(np.maximum(positions / LENGTH, 1))
+
+    def loss(model, windows):
+        return torch.from_numpy((installed[-1] - law(np.arange(1.0, length))) ** 2)
+
+    monkeypatch.setattr(
+        seam, "install", lambda model, scales: installed.append(float(scales.base[0, 0]))
+    )
+    monkeypatch.setattr("farspan.methods.uniform.loss_by_position", loss)
+    grid = full_grid(model, job, torch.zeros(1, length), 0.9, 2.0, bins=32)
+    assert grid.positions.tolist() == [2 + 4 * number for number in range(32)], "centers of bins"
+    assert grid.best == pytest.approx(law(grid.positions), abs=0.02)
+    assert grid.slope == pytest.approx(0.4, abs=0.005)
+    assert grid.r2 > 0.99
 
 
 # Text.

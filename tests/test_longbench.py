@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -396,6 +397,54 @@ def test_cells_contain_the_hash_of_the_data(data_file):
     assert {cell.settings["sha256"] for cell in cells}.isdisjoint(
         cell.settings["sha256"] for cell in LongBench(data_file, (128,)).cells()
     )
+
+
+# LongBench's dataset2maxlen.json, and the SHA-256 of the prompts in its dataset2prompt.json
+# (github.com/THUDM/LongBench, folder config). Another version of it, and MiniLongBench, spell
+# narrativeqa's "asconcisely" as two words.
+MULTI_DOCUMENT = (32, "9ec4ae308865")
+PUBLISHED = {
+    "narrativeqa": (128, "aada7ed24b06"),
+    "qasper": (128, "0fbdd123fe7f"),
+    "multifieldqa_en": (64, "20b4666a2de8"),
+    "hotpotqa": MULTI_DOCUMENT,
+    "2wikimqa": MULTI_DOCUMENT,
+    "musique": MULTI_DOCUMENT,
+    "gov_report": (512, "91c25d585b18"),
+    "qmsum": (512, "dca23b678fe0"),
+    "multi_news": (512, "2af3f28c40b9"),
+    "trec": (64, "0eff8bebdba9"),
+    "triviaqa": (32, "00a802e6377e"),
+    "samsum": (128, "a68d88423490"),
+    "passage_count": (32, "986550b6c610"),
+    "passage_retrieval_en": (32, "39b96b7fa52b"),
+    "lcc": (64, "6a1f24cf0bb8"),
+    "repobench-p": (64, "ee9ec182ea5f"),
+}
+
+
+def test_prompts_and_answer_lengths_are_the_published_ones():
+    assert {
+        name: (task.answer_tokens, hashlib.sha256(task.prompt.encode()).hexdigest()[:12])
+        for name, task in load_tasks().items()
+    } == PUBLISHED
+
+
+def test_answers_may_be_as_long_as_published(data_file, tokenizer, model, monkeypatch):
+    """Half of a shorter context is the most."""
+    asked = []
+
+    def generate(model, prompts, max_new_tokens, **_):
+        asked.append(max_new_tokens)
+        return [[]] * len(prompts)
+
+    monkeypatch.setattr(longbench, "generate_tokens", generate)
+    for length, longest in ((2048, 512), (128, 64)):
+        evaluation = LongBench(data_file, (length,), limit=1)
+        asked.clear()
+        for cell in evaluation.cells():
+            evaluation.run(cell, model, tokenizer)
+        assert asked == [min(tokens, longest) for tokens, _ in PUBLISHED.values()]
 
 
 def test_official_prompts_are_complete(data_file):

@@ -15,13 +15,14 @@ import torch
 from farspan.cells import Cells
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
+from farspan.diagnosis.curves import Curves
 from farspan.errors import FarspanError
 from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.report.figures import method_losses
-from farspan.report.study_tables import loss_table, paired_table, study_report
+from farspan.report.figures import best_scales, method_losses
+from farspan.report.study_tables import loss_table, mean_at, paired_table, study_report
 from farspan.report.style import save
 from farspan.workflows import reproduce as reproduce_workflow
 from farspan.workflows.reproduce import reproduce, summarize
@@ -271,6 +272,48 @@ def test_study_measures_every_cell_once_and_resumes(tiny, finished):
     assert ["±" in row[3] for row in rows] == [False, False, True], (
         "seeds are averaged, with their spread"
     )
+
+
+@pytest.mark.parametrize(("factor", "middle"), [(1, 56.5), (2, 120.5), (4, 248.5)])
+def test_entropy_of_heads_is_that_of_the_last_quarter_before_the_target(factor, middle):
+    """Of the train length, 64 tokens here; each head's entropy is a multiple of the position."""
+    positions = np.arange(2.5, 256, 4)
+    heads = {3: np.stack((positions, 2 * positions)), 5: np.stack((3 * positions, 4 * positions))}
+    curves = Curves(positions, np.ones(64), heads, windows=1, length=256, every=1)
+    result = reproduce_workflow._entropy_and_knees(curves, 64, factor)
+    assert result["entropy_of_heads"] == {
+        "3": [middle, 2 * middle],
+        "5": [3 * middle, 4 * middle],
+    }
+
+
+def test_a_cell_stores_the_entropy_of_its_heads_before_its_own_target(finished_once):
+    for cell in finished_once.results:
+        heads = np.mean(list(cell["entropy_of_heads"].values()))
+        assert heads == pytest.approx(mean_at(cell, cell["entropy"], cell["target"]), abs=1e-3)
+        others = [mean_at(cell, cell["entropy"], mark) for mark in (16, 32, 64)]
+        assert np.diff(others).min() > 0.1, "entropy depends on where it is taken"
+
+
+def test_searches_of_a_study_start_from_the_best_uniform_scale(tiny):
+    """One step with a learning rate of almost 0 ends where the search started."""
+    search = ["extension.search.steps=1", "extension.search.lr=[1e-9]"]
+    methods = 'methods.nope-twin=["uniform", "headscale:search.constraint=false"]'
+    overrides = [methods, "grids=[]", "seeds=[0]", *search]
+    best, searched = reproduce(str(tiny / "study.toml"), overrides, tiny / "out")
+    assert best["scales"][0][0] != 1
+    assert searched["scales"] == best["scales"]
+
+
+def test_best_scales_are_stored_and_drawn_by_position_in_train_lengths(finished_once):
+    (grid,) = json.loads((finished_once.out / "results.json").read_text())["grids"]
+    assert grid["positions"] == [2 + 4 * number for number in range(64)], "8 × 32 tokens in 64 bins"
+    (axes,) = best_scales([grid | {"slope": 0.5}]).axes
+    dots, law = axes.lines[:2]
+    assert dots.get_xdata() == pytest.approx(np.array(grid["positions"]) / 32)
+    assert dots.get_ydata() == pytest.approx(grid["best"])
+    assert law.get_ydata() == pytest.approx(1 + 0.5 * np.log(np.array(law.get_xdata())))
+    assert (min(law.get_xdata()), max(law.get_xdata())) == pytest.approx((34 / 32, 254 / 32))
 
 
 def test_changed_settings_are_measured_again(tiny, finished):
