@@ -30,7 +30,7 @@ from farspan.cli.extend import show_extension
 from farspan.cli.lab import show_comparison
 from farspan.cli.options import RENAMED_OPTIONS, parse_data
 from farspan.errors import FarspanError
-from farspan.evals.perplexity import MODES
+from farspan.evals.perplexity import METRICS, MODES
 from farspan.evals.scores import Score
 from farspan.evals.suites import SUITES, EvalConfig
 from farspan.formats.registry import FORMATS
@@ -183,7 +183,7 @@ def test_values_and_positional_arguments_are_not_renamed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("command", "choices"),
     [
-        ("eval", [*SUITES, *MODES]),
+        ("eval", [*SUITES, *MODES, *METRICS]),
         ("extend", [*METHODS, "auto"]),
         ("export", [*FORMATS, *DTYPES]),
         ("pretrain", recipe_names("pretrain")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +21,13 @@ import transformers as hf
 
 import farspan
 from farspan import cli
+from farspan.attention import seam
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
+from farspan.evals import perplexity
 from farspan.evals.commonsense import TASKS, Commonsense
 from farspan.evals.gates import METRICS, check_gate, parse_gate
 from farspan.evals.longbench import load_tasks
@@ -297,6 +301,109 @@ def test_default_lengths_depend_on_the_model(tiny):
     plan = make_plan(limited, SUITES["quick"], EvalConfig(), {})
     assert max(plan.lengths) <= 300
     assert (len(plan.grid), plan.grid[-1]) == (4, 300), "up to the end of its table"
+
+
+# LongPPL.
+
+
+def measure_longppl(tiny: Path, out: Path, model: str = "none", **options) -> EvalResult:
+    settings = {"lengths": (64, 256, 384), "stride": 32, "windows": 12, "metric": "longppl"}
+    settings |= {"data": str(tiny / "text"), **options}
+    return evaluate(tiny / model, "perplexity", out, **settings)
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Models predict pairs of tokens that stand earlier in the window; a patched one does not."""
+
+    def losses(model, rows, count):
+        token_losses = torch.full((len(rows), count), 5.0)
+        if seam.installed(model):
+            return token_losses - 2
+        for number, row in enumerate(rows.tolist()):
+            pairs = list(pairwise(row))
+            for place in range(len(pairs) - count, len(pairs)):
+                if pairs[place] in pairs[:place]:
+                    token_losses[number, place - len(pairs)] = 0.1
+        return token_losses
+
+    monkeypatch.setattr(perplexity, "last_losses", losses)
+
+
+def of_metric(scores, metric: str = "longppl") -> dict[int, Score]:
+    return {score.length: score for score in scores if score.metric == metric}
+
+
+def test_longppl_is_scored_on_the_key_tokens_of_the_baseline(tiny, tmp_path, copying):
+    gates = ["longppl@256<=1.05x", "text:longppl@64<=1x"]
+    result = measure_longppl(
+        tiny, tmp_path / "results", "patch", baseline=tiny / "none", gate=gates
+    )
+    own, base = of_metric(result.scores), of_metric(result.baseline_scores)
+    assert list(own) == list(base) == [64, 256, 384]
+    assert len({score.n for score in (*own.values(), *base.values())}) == 1
+    assert 0 < own[64].n < of_metric(result.scores, "ppl")[64].n
+    assert [math.log(score.value) for score in own.values()] == pytest.approx([3, 3, 3])
+    assert [math.log(score.value) for score in base.values()] == pytest.approx([5, 0.1, 0.1])
+    assert base[256].value < of_metric(result.baseline_scores, "ppl")[256].value
+    assert own[64].tags["evaluator"] == str(tiny / "none")
+    assert (own[64].tags["short"], own[64].tags["long"]) == (64, 256), "384 is not trained on"
+    assert [gate.holds for gate in result.gates] == [False, True]
+    assert not result.notes
+    metrics = [score.metric for score in result.scores if not score.tags.get("detail")]
+    assert metrics[:6] == ["ppl"] * 3 + ["longppl"] * 3
+
+
+def test_without_a_baseline_a_model_chooses_its_own_key_tokens(tiny, tmp_path, copying):
+    result = measure_longppl(tiny, tmp_path / "results")
+    assert of_metric(result.scores)[384].tags["evaluator"] == str(tiny / "none")
+    patched = measure_longppl(tiny, tmp_path / "patched", "patch")
+    assert not of_metric(patched.scores)
+    assert patched.notes == (
+        f"text has no key token of {tiny / 'patch'}, so there is no longppl of it; use longer "
+        "text or a shorter shortest length",
+    )
+
+
+def test_longppl_is_in_the_table_and_in_json(tiny, tmp_path, copying, monkeypatch, capsys):
+    words = ["--suite", "perplexity", "--metric", "longppl", "--lengths", "64,256"]
+    words += ["--windows", "12", "--data", str(tiny / "text"), "-o", str(tmp_path / "results")]
+    code, out, _ = run_command(monkeypatch, capsys, str(tiny / "none"), *words)
+    assert code == 0
+    assert "longppl text" in out
+    code, out, _ = run_command(monkeypatch, capsys, str(tiny / "none"), *words, "--json")
+    scores = [score for score in json.loads(out)["scores"] if score["metric"] == "longppl"]
+    assert [score["length"] for score in scores] == [64, 256]
+    assert {"value", "low", "high", "n"} <= set(scores[0])
+
+
+def test_longppl_leaves_the_cells_of_perplexity(tiny, tmp_path, counted):
+    plain = measure_longppl(tiny, tmp_path / "results", metric="ppl")
+    before = counted["Perplexity"]
+    with_longppl = measure_longppl(tiny, tmp_path / "results")
+    assert counted["Perplexity"] == before + 3, "windows again; loss by position is reused"
+    assert numbers(with_longppl)[: len(plain.scores)] == numbers(plain)
+    counted.clear()
+    assert numbers(measure_longppl(tiny, tmp_path / "results", metric="ppl")) == numbers(plain)
+    assert numbers(measure_longppl(tiny, tmp_path / "results")) == numbers(with_longppl)
+    assert not counted
+
+
+def test_evaluators_that_cannot_choose_key_tokens_are_refused(tiny, tmp_path, counted):
+    (tmp_path / "other").mkdir()
+    for file in (tiny / "none").iterdir():
+        shutil.copy(file, tmp_path / "other")
+    train_tokenizer(["other words " * 99], 300).save_pretrained(tmp_path / "other")
+    with pytest.raises(FarspanError, match="the config of .*bloom does not give its train length"):
+        measure_longppl(tiny, tmp_path / "results", baseline=tiny / "bloom")
+    with pytest.raises(FarspanError, match="two lengths up to the train length of .*none"):
+        results, lengths = tmp_path / "results", (256, 384)
+        measure_longppl(tiny, results, "patch", baseline=tiny / "none", lengths=lengths)
+    assert not counted, "nothing was measured"
+    with pytest.raises(
+        FarspanError, match="other tokens than that of .*none; choose a baseline with the same"
+    ):
+        measure_longppl(tiny, tmp_path / "results", baseline=tmp_path / "other")
 
 
 # What a result depends on.
@@ -653,6 +760,17 @@ def test_relative_gates_use_the_base_model_and_a_failed_gate_exits_3(
             "suite needle does not read --data hay=; it takes haystack=PATH",
         ),
         (["--mode", "jarn"], "perplexity mode 'jarn' is unknown; did you mean yarn"),
+        (["--metric", "longpl"], "perplexity metric 'longpl' is unknown; did you mean longppl"),
+        (
+            ["--metric", "longppl", "--mode", "yarn"],
+            "longppl compares the same tokens at two lengths, and mode yarn scores others at each; "
+            "choose --mode same",
+        ),
+        (
+            ["--metric", "longppl"],
+            "of 256, 512 only one is; add a shorter length, for example --lengths 64,256,512",
+        ),
+        (["--suite", "needle", "--metric", "longppl"], "does not use --metric longppl"),
         (["--lengths", "64", "--stride", "64"], "a stride of 64 does not fit windows of 64 tokens"),
         (["--lengths", "100k"], "no document of python-docs has 102400 tokens"),
         (["--data", "nowhere.txt"], "'nowhere.txt' is not a file, folder or data set"),

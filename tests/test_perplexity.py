@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from farspan.attention import seam
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.evals import perplexity
+from farspan.evals.longppl import Contrast, Evaluator, are_key_tokens
 from farspan.evals.perplexity import Perplexity, Text, read_text
 from farspan.evals.scores import bootstrap, wilson
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -244,6 +246,178 @@ def test_results_do_not_depend_on_batches_or_out_of_memory(monkeypatch):
     assert {10, 5, 2} <= set(sizes)
     for one, other in zip(single, halved, strict=True):
         assert one["nll"] == pytest.approx(other["nll"], rel=1e-5)
+
+
+# LongPPL.
+
+CONTRAST = Contrast("model", 16, 32)
+
+
+def test_key_tokens_gain_two_nats_and_are_predicted_well():
+    cases = [
+        (5.0, 1.0, True),
+        (3.01, 1.0, True),
+        (3.0, 1.0, False),  # a gain of 2 is not more than 2
+        (9.0, 1.99, True),
+        (9.0, 2.0, False),  # a log-likelihood of -2 is not above -2
+        (9.0, 5.0, False),  # gains, and is still predicted badly
+        (0.5, 0.1, False),  # is predicted well from near
+        (1.0, 5.0, False),
+    ]
+    short, long, expected = zip(*cases, strict=True)
+    assert are_key_tokens(short, long).tolist() == list(expected)
+
+
+def token_windows(length: int, *losses: list[float]) -> list[dict]:
+    """Samples as a cell with token losses stores them: a window for each list, two a document."""
+    return [
+        {
+            "eval": "perplexity",
+            "task": "text",
+            "length": length,
+            "document": f"document {number // 2}",
+            "end": 40 + number,
+            "scored": len(row),
+            "nll": sum(row),
+            "token_losses": row,
+        }
+        for number, row in enumerate(losses)
+    ]
+
+
+def test_longppl_is_the_perplexity_of_the_key_tokens():
+    evaluation = Perplexity((text(80),), (16, 32, 64), stride=8, contrast=CONTRAST)
+    measured = token_windows(16, [6.0, 6.0, 1.0], [7.0, 2.0], [1.0, 1.0])
+    measured += token_windows(32, [1.0, 5.0, 1.0], [0.5, 1.9], [1.0, 1.0])
+    measured += token_windows(64, [3.0, 0.0, 0.0], [4.0, 0.0], [0.0, 0.0])
+    scores = {s.length: s for s in evaluation.score(measured) if s.metric == "longppl"}
+    assert list(scores) == [16, 32, 64]
+    for length, (first, second) in {16: (6.0, 7.0), 32: (1.0, 0.5), 64: (3.0, 4.0)}.items():
+        score = scores[length]
+        assert score.n == 2, "the first token of the first two windows"
+        mean, low, high = bootstrap([first, second], [1, 1], within=(0, math.inf))
+        assert (score.value, score.low, score.high) == pytest.approx(
+            (math.exp(mean), math.exp(low), math.exp(high))
+        )
+        assert score.tags["interval"] == "windows"
+        assert (score.tags["evaluator"], score.tags["short"], score.tags["long"]) == (
+            "model",
+            16,
+            32,
+        )
+    plain = replace(evaluation, contrast=None).score(measured)
+    assert evaluation.score(measured)[: len(plain)] == plain, "ppl is as without longppl"
+
+
+def test_longppl_resamples_documents_if_there_are_many():
+    evaluation = Perplexity((text(80),), (16, 32), stride=8, contrast=CONTRAST)
+    losses = [6.0 + 0.1 * number for number in range(18)]
+    measured = token_windows(16, *([loss, loss] for loss in losses))
+    measured += token_windows(32, *([1.0, 0.5] for _ in losses))
+    score = next(score for score in evaluation.score(measured) if score.metric == "longppl")
+    assert (score.length, score.n, score.tags["interval"]) == (16, 36, "documents")
+    documents = [number // 2 for number in range(18)]
+    _, low, high = bootstrap(losses, [2] * 18, documents)
+    assert (math.log(score.low), math.log(score.high)) == pytest.approx((low, high))
+
+
+def test_the_evaluator_chooses_the_key_tokens():
+    evaluation = Perplexity((text(80),), (16, 32), stride=8, contrast=CONTRAST)
+    own = token_windows(16, [6.0, 3.0]) + token_windows(32, [1.0, 3.0])
+    others = token_windows(16, [6.0, 6.0]) + token_windows(32, [6.0, 1.0])
+    for evaluator, values in ((own, [6.0, 1.0]), (others, [3.0, 3.0])):
+        scores = [s for s in evaluation.score(own, evaluator) if s.metric == "longppl"]
+        assert [math.log(score.value) for score in scores] == pytest.approx(values)
+
+
+def test_text_without_key_tokens_has_no_longppl():
+    evaluation = Perplexity((text(80),), (16, 32), stride=8, contrast=CONTRAST)
+    measured = token_windows(16, [3.0, 3.0]) + token_windows(32, [3.0, 3.0])
+    assert [score.metric for score in evaluation.score(measured)] == ["ppl", "ppl"]
+
+
+def bigram_losses(model, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """A model that only copies: −ln p is 0.1 if a pair of tokens stands earlier in the row."""
+    losses = torch.full((len(rows), count), 5.0)
+    for number, row in enumerate(rows.tolist()):
+        seen, pairs = set(), list(pairwise(row))
+        for place, pair in enumerate(pairs):
+            if pair in seen and place >= len(pairs) - count:
+                losses[number, place - len(pairs) + count] = 0.1
+            seen.add(pair)
+    return losses
+
+
+def test_spans_that_repeat_beyond_the_short_length_are_key_tokens(monkeypatch):
+    """48 tokens, 24 of them again, 24 new ones: the pairs that stand again are key tokens."""
+    monkeypatch.setattr(perplexity, "last_losses", bigram_losses)
+    ids = torch.arange(48).int()
+    ids = torch.cat((ids, ids[:24], torch.arange(48, 72).int()))
+    evaluation = Perplexity(
+        (Text("text", ("one",), (ids,), "repeats"),),
+        (16, 64, 72),
+        stride=8,
+        contrast=Contrast("model", 16, 64),
+    )
+    measured = samples(evaluation, tiny())
+    keys = [score.key for score in evaluation.score(measured) if not score.tags.get("detail")]
+    assert keys == evaluation.score_keys()
+    ppl, longppl = (
+        {s.length: s for s in evaluation.score(measured) if s.metric == metric}
+        for metric in ("ppl", "longppl")
+    )
+    assert ppl[64].n == 96 - (72 - 8)
+    assert longppl[64].n == 8, "the last third of the second copy is scored"
+    assert [math.log(longppl[n].value) for n in (16, 64, 72)] == pytest.approx([5.0, 0.1, 0.1])
+    assert math.log(ppl[64].value) == pytest.approx((8 * 0.1 + 24 * 5.0) / 32)
+
+
+def test_token_losses_sum_to_the_loss_of_the_window():
+    evaluation = Perplexity((text(70, 45),), (16, 32), stride=8, contrast=CONTRAST)
+    plain = samples(replace(evaluation, contrast=None), tiny())
+    stored = samples(evaluation, tiny())
+    windows = [sample for sample in stored if "token_losses" in sample]
+    assert len(windows) == len([sample for sample in plain if "end" in sample]) - 3, "3 curves"
+    for window in windows:
+        assert len(window["token_losses"]) == window["scored"]
+        assert sum(window["token_losses"]) == pytest.approx(window["nll"], abs=1e-4)
+    without = [{k: v for k, v in sample.items() if k != "token_losses"} for sample in stored]
+    assert without == plain
+
+
+def test_only_longppl_changes_the_settings_of_cells():
+    evaluation = Perplexity((text(80),), (16, 32), stride=8)
+    earlier = {  # of cells of earlier versions
+        "sha256": "(80,) 0",
+        "mode": "same",
+        "stride": 8,
+        "seed": 0,
+        "budget": perplexity.BUDGET,
+        "windows": None,
+        "longest": 32,
+        "first": 0,
+        "count": 64,
+    }
+    curve = {"sha256": "(80,) 0", "seed": 0, "curve": 8}
+    assert [cell.settings for cell in evaluation.cells()] == [earlier, earlier, curve]
+    stored = {**earlier, "token_losses": True}
+    cells = replace(evaluation, contrast=CONTRAST).cells()
+    assert [cell.settings for cell in cells] == [stored, stored, curve]
+
+
+def test_an_evaluator_compares_two_lengths_that_it_was_trained_on():
+    evaluator = Evaluator("model", 512)
+    assert evaluator.contrast((64, 256, 512, 1024)) == Contrast("model", 64, 512)
+    assert evaluator.contrast((1000, 300, 100)) == Contrast("model", 100, 300)
+    for lengths, sentence in (
+        ((512, 1024), r"of 512, 1024 only one is; .* --lengths 128,512,1024"),
+        ((1024,), r"of 1024 none is; .* --lengths 128,512,1024"),
+        ((256,), r"of 256 only one is; .* --lengths 64,256"),
+    ):
+        with pytest.raises(FarspanError, match=rf"train length of model \(512\), but {sentence}$"):
+            evaluator.contrast(lengths)
+    with pytest.raises(FarspanError, match="the config of model does not give its train length"):
+        Evaluator("model", None).contrast((64, 256))
 
 
 WITHOUT_SEAM = {

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from farspan.attention.model_facts import required_attention
+from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.data.tokens import check_tokenizer, tokenizer_files
@@ -217,6 +217,18 @@ def check_source(
         load_config(source, position=position, trust_remote_code=trust_remote_code)
         _check_weights(resolve_bundled(source))
         load_tokenizer(source, trust_remote_code)
+
+
+def find_train_length(source: str | Path, trust_remote_code: bool = False) -> int | None:
+    """The train length of a model, by its patch or its config alone."""
+    if (patch := find_patch(source)) is not None:
+        return patch.train_length
+    file = Path(source)
+    if file.suffix != ".gguf":
+        return config_train_length(load_config(source, trust_remote_code=trust_remote_code))
+    _check_gguf(file)
+    with quiet(), _readable(file, USE_CHECKPOINT):
+        return config_train_length(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
 
 
 def find_patch(source: str | Path) -> Patch | None:

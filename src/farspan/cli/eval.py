@@ -92,6 +92,14 @@ Mode = Annotated[
         rich_help_panel="Evaluation settings",
     ),
 ]
+Metric = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Perplexity: ppl, or longppl beside it: perplexity over tokens that need far context.",
+        rich_help_panel="Evaluation settings",
+    ),
+]
 
 
 def _count_option(help: str, default: str) -> Any:
@@ -143,6 +151,7 @@ def eval_command(
     device: Device = None,
     as_json: AsJson = False,
     mode: Mode = "same",
+    metric: Metric = "ppl",
     stride: Stride = None,
     budget: Budget = None,
     windows: SampledWindows = None,
@@ -169,6 +178,7 @@ def eval_command(
             lengths=parse_lengths(lengths) if lengths else [],
             data=parse_data(data) if data else None,
             mode=mode,
+            metric=metric,
             stride=stride,
             budget=budget,
             windows=windows,

@@ -20,6 +20,7 @@ GRAMMAR = re.compile(
 # The metrics of LongBench's tasks are added to these.
 METRICS = (
     "ppl",
+    "longppl",
     "passkey",
     "passkey_mean",
     "recall",

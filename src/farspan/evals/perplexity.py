@@ -23,7 +23,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -37,12 +37,14 @@ from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
 from farspan.errors import FarspanError
+from farspan.evals.longppl import Contrast, key_windows
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, bootstrap
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import last_losses, token_losses
 
 NAME = "perplexity"
 MODES = ("same", "paper-a", "yarn")
+PPL, LONGPPL = METRICS = ("ppl", "longppl")
 STRIDE = 256
 BUDGET = 16_384 * 128  # scored tokens in Wang 2024
 CURVE_WINDOWS, CURVE_BINS = 8, 32  # of the loss-by-position curve
@@ -95,7 +97,8 @@ class Perplexity:
 
     Without a `budget` of scored tokens the modes same and paper-a use that of Wang 2024, and yarn
     scores everything. `windows` limits their number, drawn by the seed. `batch` is the number of
-    windows per batch on a GPU.
+    windows per batch on a GPU. With a `contrast`, samples also hold the loss of every scored token,
+    and LongPPL is scored.
     """
 
     texts: tuple[Text, ...]
@@ -106,6 +109,7 @@ class Perplexity:
     windows: int | None = None
     seed: int = 0
     batch: int | None = None
+    contrast: Contrast | None = None
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -138,6 +142,8 @@ class Perplexity:
             settings |= {"budget": self._budget, "windows": self.windows}
             if self.mode == "same":
                 settings["longest"] = max(self.lengths)
+            if self.contrast:  # else the key of a cell is that of earlier versions
+                settings["token_losses"] = True
             for length in self.lengths:
                 windows = len(self.plans[text.name, length])
                 size = min(64, max(8, GPU_BATCH_TOKENS // length))  # whole batches
@@ -155,9 +161,11 @@ class Perplexity:
         return cells
 
     def score_keys(self) -> list[ScoreKey]:
-        return list(
-            dict.fromkeys(ScoreKey(NAME, cell.task, "ppl", cell.length) for cell in self.cells())
-        )
+        measured = dict.fromkeys((cell.task, cell.length) for cell in self.cells())
+        metrics = METRICS if self.contrast else (PPL,)
+        return [
+            ScoreKey(NAME, task, metric, length) for metric in metrics for task, length in measured
+        ]
 
     def run(
         self, cell: EvalCell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
@@ -169,20 +177,26 @@ class Perplexity:
         windows = self.plans[text.name, cell.length][first : first + count]
         losses = self._window_losses(model, text, windows, self._start_token(tokenizer))
         samples = [
-            self._sample(text, cell.length, window, loss)
-            for window, loss in zip(windows, losses, strict=True)
+            self._sample(text, cell.length, window, float(row.sum()))
+            for window, row in zip(windows, losses, strict=True)
         ]
+        if "token_losses" in cell.settings:
+            for sample, row in zip(samples, losses, strict=True):
+                sample["token_losses"] = row.numpy().round(5).tolist()
         return samples + (self._skipped(text, cell.length) if first == 0 else [])
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        groups: dict[tuple[str, int], list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault((sample["task"], sample["length"]), []).append(sample)
-        return [
-            score
-            for (task, length), group in groups.items()
-            for score in self._scores(task, length, group)
-        ]
+    def score(
+        self, samples: list[Sample], evaluator_samples: list[Sample] | None = None
+    ) -> list[Score]:
+        """With a contrast, the key tokens are those of the evaluator; default: these samples."""
+        scores = self._scores(samples)
+        if self.contrast is not None:
+            kept = [*key_windows(samples, evaluator_samples or samples, self.contrast)]
+            kept += [sample for sample in samples if "skipped" in sample]
+            for score in self._scores(kept):
+                tags = {**score.tags, **asdict(self.contrast)}
+                scores.append(replace(score, metric=LONGPPL, tags=tags))
+        return scores
 
     @cached_property
     def plans(self) -> dict[tuple[str, int], list[Window]]:
@@ -255,9 +269,9 @@ class Perplexity:
 
     def _window_losses(
         self, model: PreTrainedModel, text: Text, windows: Sequence[Window], start: int | None
-    ) -> list[float]:
-        """The summed loss of each window's scored tokens. Windows of one shape are batched."""
-        sums = torch.zeros(len(windows), dtype=torch.float64)
+    ) -> list[Tensor]:
+        """The losses of each window's scored tokens. Windows of one shape are batched."""
+        scored: list[Tensor] = [torch.empty(0)] * len(windows)
         shapes = []
         for window in windows:
             size = window.end - window.start
@@ -272,8 +286,8 @@ class Perplexity:
                 rows = torch.cat((torch.full((len(rows), 1), start), rows), 1)
             losses = self._row_losses(model, rows, count)
             for number, row in zip(numbers, losses, strict=True):
-                sums[number] = row[count - windows[number].scored :].sum()
-        return sums.tolist()
+                scored[number] = row[count - windows[number].scored :]
+        return scored
 
     def _row_losses(self, model: PreTrainedModel, rows: Tensor, count: int) -> Tensor:
         """The losses of the last `count` tokens of each row, float64 on the CPU.
@@ -351,7 +365,17 @@ class Perplexity:
                 "losses": means.round(5).tolist(),
             }
 
-    def _scores(self, task: str, length: int, samples: list[Sample]) -> Iterator[Score]:
+    def _scores(self, samples: list[Sample]) -> list[Score]:
+        groups: dict[tuple[str, int], list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault((sample["task"], sample["length"]), []).append(sample)
+        return [
+            score
+            for (task, length), group in groups.items()
+            for score in self._scores_at(task, length, group)
+        ]
+
+    def _scores_at(self, task: str, length: int, samples: list[Sample]) -> Iterator[Score]:
         windows = [sample for sample in samples if "nll" in sample and "losses" not in sample]
         skipped = sum("skipped" in sample for sample in samples)
         if windows:
@@ -390,7 +414,7 @@ class Perplexity:
             "interval": interval,
         }
         value = math.exp(min(mean, MAX_NLL))
-        return Score(NAME, "ppl", length, value, math.exp(low), math.exp(high), sum(scored), tags)
+        return Score(NAME, PPL, length, value, math.exp(low), math.exp(high), sum(scored), tags)
 
 
 def rows_per_batch(model: PreTrainedModel, length: int, requested: int | None) -> int:

@@ -13,9 +13,10 @@ from farspan.data.passkey import SCORED, PasskeyDocuments
 from farspan.errors import FarspanError, suggest
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.longbench import LongBench
+from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey, grid_lengths
-from farspan.evals.perplexity import MODES, STRIDE, Perplexity, Text, read_text
+from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
 from farspan.evals.scores import Eval
 from farspan.lengths import doublings
 
@@ -31,6 +32,7 @@ class EvalConfig:
     lengths: Sequence[int] = ()  # default: doublings from the train length
     data: str | Path | Mapping[str, str | Path] | None = None  # one text, or several by name
     mode: str = MODES[0]  # of perplexity: same, paper-a or yarn
+    metric: str = METRICS[0]  # of perplexity: ppl, or longppl beside it
     stride: int | None = None  # of perplexity: 256, or half the shortest length if that is less
     budget: int | None = None  # of perplexity: the most tokens to score
     windows: int | None = None  # of perplexity: score only so many random windows
@@ -42,6 +44,14 @@ class EvalConfig:
         if self.mode not in MODES:
             hint = suggest(self.mode, MODES)
             raise FarspanError(f"perplexity mode {self.mode!r} is unknown; {hint}")
+        if self.metric not in METRICS:
+            hint = suggest(self.metric, METRICS)
+            raise FarspanError(f"perplexity metric {self.metric!r} is unknown; {hint}")
+        if self.metric == LONGPPL and self.mode != "same":
+            raise FarspanError(
+                f"longppl compares the same tokens at two lengths, and mode {self.mode} scores "
+                "others at each; choose --mode same"
+            )
 
     def with_settings(self, settings: Mapping[str, Any]) -> EvalConfig:
         """This config with some fields replaced by keyword arguments."""
@@ -64,6 +74,7 @@ class EvalPlan:
     contexts: tuple[int, ...]  # of LongBench and commonsense
     lengths_requested: bool  # by the user; else derived from the model
     texts: Mapping[str, str | Path] = field(default_factory=dict)
+    evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL, if that is measured
 
     def to_json(self) -> dict[str, Any]:
         """The settings of record.json."""
@@ -74,6 +85,7 @@ class EvalPlan:
             "contexts": list(self.contexts),
             "data": {name: str(path) for name, path in self.texts.items()},
             "mode": config.mode,
+            "metric": config.metric,
             "stride": config.stride,
             "budget": config.budget,
             "windows": config.windows,
@@ -145,6 +157,7 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
             config.budget,
             config.windows or windows,
             config.seed,
+            contrast=plan.evaluator.contrast(lengths) if plan.evaluator else None,
         )
 
     return build
@@ -189,13 +202,14 @@ def _commonsense(model: EvalModel, plan: EvalPlan) -> Eval:
 # The settings that only some suites use, by CLI option.
 SUITE_SETTINGS = {
     "mode": "--mode",
+    "metric": "--metric",
     "stride": "--stride",
     "budget": "--budget",
     "windows": "--windows",
     "beams": "--beams",
     "limit": "--limit",
 }
-PERPLEXITY_SETTINGS = ("mode", "stride", "budget", "windows")
+PERPLEXITY_SETTINGS = ("mode", "metric", "stride", "budget", "windows")
 
 SUITES = {
     "quick": Suite(

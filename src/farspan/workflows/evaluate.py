@@ -30,8 +30,9 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError, first_line
 from farspan.evals.decoding import end_tokens
 from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
+from farspan.evals.longppl import Evaluator
 from farspan.evals.passkey import UNKNOWN, Passkey, PrefixCache
-from farspan.evals.perplexity import Perplexity
+from farspan.evals.perplexity import LONGPPL, Perplexity
 from farspan.evals.results import EvalResult
 from farspan.evals.scores import Eval, EvalCell, Sample, Score
 from farspan.evals.suites import (
@@ -50,6 +51,7 @@ from farspan.loading import (
     base_source,
     check_source,
     find_patch,
+    find_train_length,
     load_with_tokenizer,
     upcast_small_model,
 )
@@ -86,7 +88,8 @@ def evaluate(
     suite: quick, paper, perplexity, passkey, needle, longbench or commonsense.
     baseline: a second model, measured on the same.
     gate: conditions such as "ppl@512<=1.05x"; `EvalResult.gates` says which hold.
-    settings: EvalConfig's: lengths, data, mode, stride, budget, windows, beams, limit, seed.
+    settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
+        seed.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
 
     >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
@@ -103,25 +106,39 @@ def evaluate(
     if baseline is not None:  # refused before the model is measured
         baseline_position = _position(baseline, model, position)
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
+    if config.metric == LONGPPL:
+        evaluator = baseline or model
+        train_length = find_train_length(evaluator, trust_remote_code)
+        run = replace(run, evaluator=Evaluator(str(evaluator), train_length))
     options["position"] = _position(model, baseline, position)
     measured = [run.measure(model, options)]
     if baseline is not None:
         options["position"] = baseline_position
-        measured.append(run.measure(baseline, options, measured[0].plan))
+        measured.append(run.measure(baseline, options, measured[0]))
     return run.finish(measured, list(gate), options)
 
 
 @dataclass(frozen=True, eq=False)
 class _Measurement:
-    """The samples and scores of one model."""
+    """The samples of one model."""
 
     name: str
     identity: Mapping[str, str]
     train_length: int | None
     plan: EvalPlan
+    evaluations: Sequence[Eval]
     samples: list[list[Sample]]  # of each evaluation
-    scores: tuple[Score, ...]
     notes: tuple[str, ...]
+
+    def scores(self, evaluator: _Measurement) -> tuple[Score, ...]:
+        """The scores of every evaluation; LongPPL scores the key tokens of the evaluator."""
+        scores: list[Score] = []
+        for number, evaluation in enumerate(self.evaluations):
+            if isinstance(evaluation, Perplexity):
+                scores += evaluation.score(self.samples[number], evaluator.samples[number])
+            else:
+                scores += evaluation.score(self.samples[number])
+        return tuple(scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +153,7 @@ class _EvalRun:
     out: Path
     progress: Progress
     say: Callable[[str], None]
+    evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL
 
     @classmethod
     def prepare(
@@ -156,29 +174,32 @@ class _EvalRun:
         return cls(name, suite, config, texts, parsed, out, progress, say)
 
     def measure(
-        self, source: str | Path, options: LoadOptions, plan: EvalPlan | None = None
+        self, source: str | Path, options: LoadOptions, compared: _Measurement | None = None
     ) -> _Measurement:
-        """Measure one model; the baseline gets the plan of the model. Only one is in memory."""
+        """Measure one model; the baseline gets the plan of the model that it is compared with.
+
+        Only one model is in memory.
+        """
         model = _load_eval_model(source, options)
-        is_baseline = plan is not None
-        if plan is None:
+        if compared is None:
             plan = make_plan(model, self.suite, self.config, self.texts)
+            plan = replace(plan, evaluator=self.evaluator)
         else:
+            plan = replace(compared.plan, lengths_requested=True)
             model.check_lengths((*plan.lengths, *plan.grid))
-            plan = replace(plan, lengths_requested=True)
         evaluations = [build(model, plan) for build in self.suite.builds]
         # Perplexity leaves out lengths that its text does not reach, for the baseline too.
         texts_reach = [e.lengths for e in evaluations if isinstance(e, Perplexity)]
         plan = replace(plan, lengths=next(iter(texts_reach), plan.lengths))
-        if not is_baseline:
+        if compared is not None:
+            _check_same_tokens(model.name, evaluations, compared)
+        else:
             check_gates(self.gates, [key for each in evaluations for key in each.score_keys()])
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
         samples = _run_cells(model, evaluations, cells, self.progress)
-        pairs = zip(evaluations, samples, strict=True)
-        scores = tuple(score for each, part in pairs for score in each.score(part))
         notes = _notes(model, plan, evaluations)
         return _Measurement(
-            model.name, model.identity, model.train_length, plan, samples, scores, notes
+            model.name, model.identity, model.train_length, plan, evaluations, samples, notes
         )
 
     def finish(
@@ -186,18 +207,20 @@ class _EvalRun:
     ) -> EvalResult:
         """Check the gates, and write samples, figures and record."""
         model, baseline = measured[0], measured[1] if len(measured) > 1 else None
-        baseline_scores = baseline.scores if baseline else ()
-        notes = model.notes
+        evaluator = measured[-1]
+        scores = model.scores(evaluator)
+        baseline_scores = baseline.scores(evaluator) if baseline else ()
+        notes = model.notes + _missing_longppl(model, scores)
         if baseline and baseline.identity["tokenizer"] != model.identity["tokenizer"]:
             notes += ("the tokenizers differ, so the two perplexities cannot be compared",)
         result = EvalResult(
             model.name,
             self.name,
-            model.scores,
+            scores,
             self.out,
             baseline.name if baseline else None,
             baseline_scores,
-            tuple(check_gate(gate, model.scores, baseline_scores) for gate in self.gates),
+            tuple(check_gate(gate, scores, baseline_scores) for gate in self.gates),
             notes,
             model.train_length,
         )
@@ -220,6 +243,34 @@ def _default_baseline(model: str | Path, gates: Sequence[Gate]) -> str | None:
     if (patch := find_patch(model)) is None:
         raise FarspanError("a gate with x compares with a baseline; add --baseline MODEL")
     return base_source(Path(model), patch)
+
+
+def _check_same_tokens(name: str, evaluations: Sequence[Eval], compared: _Measurement) -> None:
+    """Refuse a baseline that cannot choose the key tokens of the model."""
+    for own, other in zip(evaluations, compared.evaluations, strict=True):
+        if isinstance(own, Perplexity) and isinstance(other, Perplexity) and own.contrast:
+            hashes = [[text.sha256 for text in each.texts] for each in (own, other)]
+            if hashes[0] != hashes[1]:
+                raise FarspanError(
+                    f"longppl scores the key tokens of {name}, whose tokenizer splits the text "
+                    f"into other tokens than that of {compared.name}; choose a baseline with the "
+                    "same tokenizer"
+                )
+
+
+def _missing_longppl(model: _Measurement, scores: Sequence[Score]) -> tuple[str, ...]:
+    """A note for each text without key tokens."""
+    if model.plan.evaluator is None:
+        return ()
+    keys = {key: None for each in model.evaluations for key in each.score_keys()}
+    for score in scores:
+        keys.pop(score.key, None)
+    tasks = dict.fromkeys(key.task for key in keys if key.metric == LONGPPL)
+    return tuple(
+        f"{task} has no key token of {model.plan.evaluator.name}, so there is no longppl of it; "
+        "use longer text or a shorter shortest length"
+        for task in tasks
+    )
 
 
 def _check_suite(out: Path, suite: str) -> None:
