@@ -404,6 +404,12 @@ def test_ntk_stretches_the_base_by_the_published_exponent(name):
         assert (after[1:] < before[1:]).all()
 
 
+def test_ntk_is_refused_where_a_head_rotates_two_dimensions():
+    model = BY_NAME["gpt-neox"].build()
+    with pytest.raises(FarspanError, match="heads that rotate 2 dimensions do not depend on it"):
+        fit_rope(model, job_for(model), "ntk", None)
+
+
 @pytest.mark.parametrize(("factor", "temperature"), [(2.0, 1.0693147), (16.0, 1.2772589)])
 @pytest.mark.parametrize("name", ["farspan-rope", "llama"])
 def test_yarn_multiplies_queries_and_keys_by_the_published_temperature(name, factor, temperature):

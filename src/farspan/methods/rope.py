@@ -23,6 +23,11 @@ def _pi(job: FitJob, factor: float, theta: float, width: int) -> Rope:
 
 
 def _ntk(job: FitJob, factor: float, theta: float, width: int) -> Rope:
+    if width <= 2:  # the one frequency of such a head does not depend on the base
+        raise FarspanError(
+            f"ntk changes the base of rotation, and heads that rotate {width} dimensions do not "
+            "depend on it; use pi, or swan"
+        )
     return {"rope_theta": theta * factor ** (width / (width - 2))}
 
 
