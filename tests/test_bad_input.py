@@ -19,6 +19,7 @@ from farspan.attention.scales import Scales
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
+from farspan.loading import load_config
 
 
 @pytest.fixture(scope="module")
@@ -669,3 +670,8 @@ def test_refuses_impossible_shape_in_a_recipe(
     assert status == 2
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_patch_where_a_model_is_needed_is_named_as_such():
+    with pytest.raises(FarspanError, match=r"swan-twin is a patch, not a model; give its base"):
+        load_config("swan-twin")

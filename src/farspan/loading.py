@@ -271,6 +271,8 @@ def load_config(
 
 
 def _check_config_file(folder: Path, trust_remote_code: bool) -> None:
+    if is_patch(folder) and not (folder / "config.json").exists():
+        raise FarspanError(f"{folder} is a patch, not a model; give its base model")
     if not (folder / "config.json").exists():
         raise FarspanError(f"{folder} has no config.json; give {_suggest_folder(folder)}")
     if read_json(folder / "config.json").get("auto_map") and not trust_remote_code:
