@@ -123,7 +123,7 @@ def describe_patch(patch: Patch) -> list[str]:
     parts = []
     if patch.scales is not None:
         layers = len(patch.scales.layers)
-        parts.append(f"attention scales of {layers} layers: {_scale_statistics(patch.scales)}")
+        parts.append(f"attention scales of {layers} layers: {_scale_statistics(patch)}")
     if patch.rope is not None:
         parts.append(f"rope parameters: {describe_rope(patch.rope)}")
     if patch.layout is not None:
@@ -150,10 +150,14 @@ def describe_rope(rope: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
-def _scale_statistics(scales: Scales) -> str:
-    base = scales.base.detach()
-    spread = f"min {base.min():.3f}, mean {base.mean():.3f}, max {base.max():.3f}"
-    return spread if scales.constant else f"{spread}, growing by the basis `{scales.basis}`"
+def _scale_statistics(patch: Patch) -> str:
+    """Of constant scales, or of growing ones at the target."""
+    assert patch.scales is not None
+    values = patch.scales.at(torch.tensor([float(patch.target)])).detach()
+    spread = f"min {values.min():.3f}, mean {values.mean():.3f}, max {values.max():.3f}"
+    if patch.scales.constant:
+        return spread
+    return f"{spread} at {patch.target:,} keys, growing by the basis `{patch.scales.basis}`"
 
 
 def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Inspection:
