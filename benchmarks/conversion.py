@@ -24,20 +24,7 @@ from farspan.data.windows import cut_windows
 from farspan.evals.passkey import passkey_accuracy
 from farspan.files import write_json
 from farspan.lengths import doublings
-from farspan.model.loss import last_losses
-
-
-def losses_by_context(
-    model: PreTrainedModel, windows: torch.Tensor, contexts: list[int], scored: int
-) -> dict[int, np.ndarray]:
-    """The mean loss of the last tokens of each window, by the length of their context."""
-    rows = windows.to(model.device)
-    return {
-        context: np.array(
-            [last_losses(model, row[None, -context:], scored).mean().item() for row in rows]
-        )
-        for context in contexts
-    }
+from farspan.model.loss import losses_by_context
 
 
 def set_slope(model: PreTrainedModel, patch: Patch, slope: float) -> None:
@@ -80,12 +67,12 @@ def main() -> None:
         print(f"{name}, {len(windows)} windows: loss minus that of the base")
         for context in contexts:
             expected = results["base"]["loss"][min(context, inside[-1])]
-            difference = results[name]["loss"][context] - expected
+            difference = np.subtract(results[name]["loss"][context], expected)
             bound = 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
             print(f"  {context:7,d}  {difference.mean():+.4f} ± {bound:.4f}", flush=True)
     for result in results.values():
         result["loss"] = {
-            str(key): value.round(5).tolist() for key, value in result["loss"].items()
+            str(key): np.round(values, 5).tolist() for key, values in result["loss"].items()
         }
     write_json(args.out, results)
 
@@ -97,8 +84,7 @@ def measure(
     contexts: list[int],
     args: argparse.Namespace,
 ) -> dict:
-    with torch.no_grad():
-        losses = losses_by_context(model, windows, contexts, args.scored)
+    losses = losses_by_context(model, windows, contexts, args.scored)
     passkeys = {
         str(context): passkey_accuracy(model, tokenizer, context, keys=args.keys, batch=10)
         for context in contexts

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from shapes import SHAPE, SMALL
+from shapes import SHAPE, SMALL, SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.attention.layout import LayerLayout, Layout
@@ -29,15 +29,6 @@ from farspan.methods.distill import DistillModule, compiled, make_teacher
 from farspan.methods.swan import distillation_flops, even_layers
 from farspan.train.loop import peak_flops
 
-SMOLLM2 = dict(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=49_152,
-    tie_word_embeddings=True,
-)
 SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the shape of Wang 2024
 
 

@@ -1,4 +1,5 @@
-"""Model shapes: Wang 2024's model, and a small one for trying a benchmark without a GPU."""
+"""Model shapes: those of Wang 2024 and SmolLM2-135M, and a small one to try a benchmark without a
+GPU."""
 
 from __future__ import annotations
 
@@ -21,4 +22,13 @@ SMALL = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
     tie_word_embeddings=False,
+)
+SMOLLM2 = dict(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49_152,
+    tie_word_embeddings=True,
 )

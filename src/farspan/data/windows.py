@@ -198,10 +198,10 @@ class _LongDocuments:
             for reading in batch:
                 if len(reading.ids) >= self.length:
                     readings.append(reading)
-                elif len(reading.ids):
+                else:
                     readings += self._join(reading)
         why = f"shorter than {self.length} tokens"
-        self.skipped += tuple(
+        self.skipped = tuple(
             {"document": each.name, "tokens": len(each.ids), "why": why} for each in self._waiting
         )
         if not readings:
@@ -219,7 +219,7 @@ class _LongDocuments:
         tokens = sum(len(each.ids) + 1 for each in self._waiting)
         if self.end is None or tokens < self.length:
             return []
-        ids = [part for each in self._waiting for part in (each.ids, [self.end])]
+        ids = [part for each in self._waiting if each.text for part in (each.ids, [self.end])]
         joined = _Reading(Document(f"{self._waiting[0].name} to {short.name}", ""))
         joined.ids, joined.complete = np.concatenate(ids).astype(np.int32), True
         joined.joined = True

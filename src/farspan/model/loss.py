@@ -7,7 +7,7 @@ forward pass is run on a few rows of hidden states at a time, with its decoder r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -56,6 +56,19 @@ def last_losses(model: PreTrainedModel, ids: Tensor, count: int, *, budget: int 
     vocabulary = model.config.get_text_config().vocab_size
     run_in_batches(count, max(1, budget // (ids.shape[0] * vocabulary)), compute_rows)
     return losses
+
+
+def losses_by_context(
+    model: PreTrainedModel, windows: Tensor, contexts: Sequence[int], count: int
+) -> dict[int, list[float]]:
+    """The mean loss of the last `count` tokens of each window, by the length of their context."""
+    return {
+        context: [
+            float(last_losses(model, row[None, -context:].to(model.device), count).mean())
+            for row in windows
+        ]
+        for context in contexts
+    }
 
 
 def mean_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:

@@ -77,10 +77,8 @@ def prepare_data(
     start: a model folder whose tokenizer is used. With several processes the main process does the
     work and the others read its result; runs that share a cache pack one after the other.
     """
-    used = {name: source for name, source in data.sources.items() if source.weight}
-    data = replace(data, sources=used)
-    files = {name: find_files(data, name) for name in data.sources}
-    cache = _cache_folder(data)
+    data, cache = _without_unused(data), _cache_folder(data)
+    files = source_files(data)
     with processes().main_process_first():
         tokenizer = _tokenizer(data, data.tokenizer or start, files, cache)
     return pack_mixture(data, tokenizer, length, seed, progress=progress)
@@ -99,10 +97,8 @@ def pack_mixture(
 
     passkey_length: of the longest passkey document; 0: the length of a row.
     """
-    used = {name: source for name, source in data.sources.items() if source.weight}
-    data = replace(data, sources=used)
-    files = {name: find_files(data, name) for name in data.sources}
-    cache = _cache_folder(data)
+    data, cache = _without_unused(data), _cache_folder(data)
+    files = source_files(data)
     with processes().main_process_first(), _cache_lock(cache):
         workers = data.processes or os.cpu_count() or 1
         shards = {
@@ -121,6 +117,16 @@ def pack_mixture(
         passkey_length=passkey_length,
     )
     return TrainingData(tokenizer, mixture, _summary(sources, files))
+
+
+def source_files(data: DataConfig) -> dict[str, list[Path]]:
+    """The files of every source that is used."""
+    return {name: find_files(data, name) for name in _without_unused(data).sources}
+
+
+def _without_unused(data: DataConfig) -> DataConfig:
+    used = {name: source for name, source in data.sources.items() if source.weight}
+    return replace(data, sources=used)
 
 
 def _cache_folder(data: DataConfig) -> Path:

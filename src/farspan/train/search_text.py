@@ -18,7 +18,7 @@ from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.errors import FarspanError
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe
-from farspan.train.corpus import DataConfig, TrainingData, find_files, pack_mixture
+from farspan.train.corpus import DataConfig, TrainingData, pack_mixture, source_files
 
 SEARCH = "search"
 
@@ -37,9 +37,8 @@ def text_files(source: str | Path, folder: str = "") -> list[Path]:
     """The files of a mixture, or the source itself."""
     if not is_mixture(source):
         return [Path(source)]
-    data = read_mixture(source, folder)
-    used = [name for name, part in data.sources.items() if part.weight]
-    return [file for name in used for file in find_files(data, name)]
+    by_source = source_files(read_mixture(source, folder))
+    return [file for files in by_source.values() for file in files]
 
 
 def overlapping(first: str | Path, second: str | Path, folder: str = "") -> bool:

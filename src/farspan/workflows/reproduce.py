@@ -56,7 +56,7 @@ from farspan.methods.registry import (
 )
 from farspan.methods.uniform import full_grid
 from farspan.model.compile import prefer_cudnn
-from farspan.model.loss import last_losses
+from farspan.model.loss import losses_by_context
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
 from farspan.report.figures import Figure, best_scales, method_losses
@@ -461,8 +461,10 @@ def _measure(
         curves = measure_curves(model, ids, bins=BINS_PER_TRAIN_LENGTH * study.report_factor)
         result["loss"][text_name(file)] = curves.loss.round(4).tolist()
         if study.same_tokens:
-            same = _same_token_losses(model, ids, doublings(length, longest), study.same_tokens)
-            result.setdefault("same_tokens", {})[text_name(file)] = same
+            losses = losses_by_context(model, ids, doublings(length, longest), study.same_tokens)
+            result.setdefault("same_tokens", {})[text_name(file)] = {
+                str(context): np.round(values, 5).tolist() for context, values in losses.items()
+            }
         if file == study.report[0]:
             result |= _entropy_and_knees(curves, length, min(cell.factor, study.report_factor))
     prompt_length = length
@@ -472,18 +474,6 @@ def _measure(
         )
         prompt_length *= 2
     return result
-
-
-def _same_token_losses(
-    model: PreTrainedModel, windows: torch.Tensor, contexts: Sequence[int], count: int
-) -> dict[str, list[float]]:
-    """The mean loss of the last `count` tokens of each window, by the length of their context."""
-    losses = {}
-    for context in contexts:
-        rows = windows[:, -context:]
-        values = [last_losses(model, row[None].to(model.device), count) for row in rows]
-        losses[str(context)] = [round(float(value.mean()), 5) for value in values]
-    return losses
 
 
 def _entropy_and_knees(curves: Curves, length: int, factor: int) -> Result:
