@@ -11,11 +11,14 @@ from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import Document
 from farspan.data.windows import cut_windows, split_windows
 from farspan.errors import FarspanError
+from farspan.files import sha256_of
 from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.tuning import TuningConfig
 from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.workflows.extend import extend
+from farspan.workflows.reproduce import StudyTexts
+from farspan.workflows.reproduce_study import ReproduceStudy
 
 LENGTH, TRAIN_LENGTH = 256, 160
 MIX = """
@@ -183,6 +186,25 @@ def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
             "headscale",
             data=data | {"choose": str(folder / "words.txt")},
             recipe=recipe,
+        )
+
+
+def test_a_study_searches_on_a_mixture_and_knows_its_files(folder, tokenizer):
+    (folder / "choose.txt").write_text("one text to choose by " * 400)
+    (folder / "report.txt").write_text("and one to report on " * 400)
+    settings = {"choose": "choose.txt", "report": ("report.txt",), "folder": str(folder)}
+    study = ReproduceStudy(
+        {"nope-twin": ("headscale",)}, search=str(mixture(folder, 0.5)), **settings
+    )
+    texts = StudyTexts(study)
+    windows = texts.search_windows("nope-twin", tokenizer, LENGTH, 8, TRAIN_LENGTH)
+    assert windows.shape == (8, LENGTH)
+    assert sha256_of(folder / "words.txt") in texts.hashes[study.search]
+    with pytest.raises(FarspanError, match="must not share text"):
+        ReproduceStudy(
+            {"nope-twin": ("none",)},
+            search=str(mixture(folder, 0.5)),
+            **settings | {"choose": "words.txt"},
         )
 
 
