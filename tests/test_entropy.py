@@ -110,6 +110,35 @@ def build(call: dict, device: str) -> Scores:
     return Scores(q, k, scaling * call["width"] ** -0.5, **options)
 
 
+@pytest.mark.parametrize("budget", [1, 900, 1 << 22])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_window_without_a_mask_equals_its_mask(budget: int, every: int):
+    """Chunks leave out keys before the window; a bias is cut to the same keys."""
+    torch.manual_seed(0)
+    q, k, bias = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 57, 16), torch.randn(1, 4, 50, 57)
+    distance = torch.arange(50)[:, None] + 7 - torch.arange(57)
+    mask = ((distance >= 0) & (distance < 6)).expand(2, 1, -1, -1)
+    exact = reference_entropy(Scores(q, k, 0.25, mask, position_bias=bias), every=every)
+    scores = Scores(q, k, 0.25, position_bias=bias, window=6)
+    check(chunked_entropy(scores, every=every, budget=budget), exact, 1e-5)
+
+
+def test_chunks_of_a_window_are_as_large_as_memory_allows(monkeypatch):
+    """Rows that see 64 keys need few chunks, also in a long text."""
+    sizes, rows = [], Scores.rows
+
+    def counted(self, *args):
+        scores = rows(self, *args)
+        sizes.append(scores.numel())
+        return scores
+
+    monkeypatch.setattr(Scores, "rows", counted)
+    q, k = torch.randn(1, 2, 4096, 8), torch.randn(1, 2, 4096, 8)
+    chunked_entropy(Scores(q, k, 0.3, window=64), budget=1 << 18)
+    assert len(sizes) <= 13  # 128 in chunks for rows that see every key
+    assert max(sizes) <= 1 << 18
+
+
 def test_entropy_includes_position_bias_of_transformers():
     """Inkling passes its relative logits as `position_bias`; probe calls such layers unknown."""
     from transformers.models.inkling.configuration_inkling import InklingTextConfig

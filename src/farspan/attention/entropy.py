@@ -78,8 +78,19 @@ def chunked_entropy(scores: Scores, *, every: int = 1, budget: int = 1 << 22) ->
         out[:, :, :, start:stop] = _entropy_and_lse(chunk)
 
     with _full_precision():
-        run_in_batches(count, max(1, budget // (batch * heads * scores.k.shape[2])), compute_rows)
+        run_in_batches(count, _rows_within(scores, every, budget // (batch * heads)), compute_rows)
     return Entropy(*out)
+
+
+def _rows_within(scores: Scores, every: int, budget: int) -> int:
+    """The rows of a chunk of at most `budget` scores per head; at least one.
+
+    r rows in a window of w keys see at most w + r·every keys.
+    """
+    rows = budget // scores.k.shape[2]
+    if (w := scores.window) is not None:
+        rows = max(rows, int((math.sqrt(w * w + 4 * every * budget) - w) / (2 * every)))
+    return max(1, rows)
 
 
 def _entropy_and_lse(s: Tensor) -> Tensor:

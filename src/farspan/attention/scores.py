@@ -70,18 +70,20 @@ class Scores:
 
         Keys that no row of a causal call, or of its window, sees are left out."""
         q, k = self.q[:, :, start:stop:step], self.k
-        rows = torch.arange(start, stop, step, device=q.device) + (k.shape[2] - self.q.shape[2])
+        offset = k.shape[2] - self.q.shape[2]
+        rows = torch.arange(start, stop, step, device=q.device) + offset
         first = 0
-        if self.mask is None:
-            first = max(0, int(rows[0]) - self.window + 1) if self.window is not None else 0
-            k = k[:, :, first : int(rows[-1]) + 1]
+        if self.mask is None:  # these numbers come from Python: a tensor's would wait for the GPU
+            first = max(0, start + offset - self.window + 1) if self.window is not None else 0
+            k = k[:, :, first : range(start, stop, step)[-1] + offset + 1]
+        seen = slice(first, first + k.shape[2])
         scores = self._products(q.to(dtype), k.to(dtype))
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         if self.bias is not None:
-            scores += self.bias.tensor(slice(start, stop, step))[..., : k.shape[2]].to(dtype)
+            scores += self.bias.tensor(slice(start, stop, step))[..., seen].to(dtype)
         if self.position_bias is not None:
-            scores += self.position_bias[:, :, start:stop:step, : k.shape[2]].to(dtype)
+            scores += self.position_bias[:, :, start:stop:step, seen].to(dtype)
         if self.mask is None:
             distance = rows[:, None] - first - torch.arange(k.shape[2], device=q.device)
             hidden = distance < 0
