@@ -41,7 +41,7 @@ from farspan.methods.rope import _rope_parameters as rope_parameters
 from farspan.methods.schedules import SCHEDULES, fit_schedule
 from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
-from farspan.methods.uniform import fit_log, full_grid, uniform
+from farspan.methods.uniform import fit_log, full_grid, slope_interval, uniform
 from farspan.model.loss import mean_loss, token_losses
 from farspan.report import style
 from farspan.train.steps import EagerSteps
@@ -505,10 +505,7 @@ def test_drope_removes_positions_and_combines_with_scales():
 def test_recovers_the_law_of_the_best_scale():
     positions = np.arange(64, 4096, 64.0)
     best = 1 + 0.35 * np.log(np.maximum(positions / 512, 1))
-    slope, (low, high), r2 = fit_log(positions, best, 512)
-    assert slope == pytest.approx(0.35)
-    assert low - 1e-9 <= 0.35 <= high + 1e-9, "exact data leaves an interval of rounding width"
-    assert r2 == pytest.approx(1.0)
+    assert fit_log(positions, best, 512) == pytest.approx((0.35, 1.0))
     model = BY_NAME["farspan-none"].build()
     grid = full_grid(model, job_for(model), torch.randint(VOCABULARY, (2, 64)), 0.95, 1.05, bins=8)
     assert grid.loss.shape == (11, 8)
@@ -532,10 +529,34 @@ def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkey
     )
     monkeypatch.setattr("farspan.methods.uniform.loss_by_position", loss)
     grid = full_grid(model, job, torch.zeros(1, length), 0.9, 2.0, bins=32)
+    assert grid.interval is None, "one window says nothing about others"
     assert grid.positions.tolist() == [2 + 4 * number for number in range(32)], "centers of bins"
     assert grid.best == pytest.approx(law(grid.positions), abs=0.02)
     assert grid.slope == pytest.approx(0.4, abs=0.005)
     assert grid.r2 > 0.99
+    several = full_grid(model, job, torch.zeros(3, length), 0.9, 2.0, bins=32)
+    assert several.slope == pytest.approx(grid.slope)
+    assert several.interval == pytest.approx((grid.slope, grid.slope)), "windows that agree"
+
+
+def test_the_interval_of_the_law_covers_what_other_text_would_give():
+    """Each window has a slope of its own, which moves the best λ̂ of all its positions together.
+
+    Errors of neighboring positions are then equal, and residuals of the fit hardly show them.
+    """
+    rng, windows, trials, slope, spread = np.random.default_rng(0), 8, 60, 0.4, 0.08
+    positions, values = np.arange(20.0, 128, 4), np.arange(0.8, 2.6, 0.01)
+    covered, widths = 0, []
+    for _ in range(trials):
+        slopes = slope + spread * rng.standard_normal(windows)
+        best = 1 + slopes[:, None] * np.log(positions / LENGTH)  # [W, bins]
+        losses = (values[:, None, None] - best) ** 2  # [S, W, bins]
+        fitted, _ = fit_log(positions, values[losses.mean(1).argmin(0)], LENGTH)
+        low, high = slope_interval(fitted, values, losses, positions, LENGTH, draws=200)
+        covered += low <= slope <= high
+        widths.append(high - low)
+    assert 0.88 * trials <= covered < trials
+    assert np.mean(widths) == pytest.approx(2 * 2.36 * spread / np.sqrt(windows), rel=0.25)
 
 
 # Text.

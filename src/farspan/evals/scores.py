@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from farspan.intervals import bootstrap_interval
+
 Sample = dict[str, Any]  # one prompt, window or document with its outcome; JSON-serializable
 
 
@@ -86,8 +88,7 @@ def bootstrap(
     """The weighted mean of values and its 95% percentile bootstrap interval, clipped to `within`.
 
     With `groups` (documents, say) whole groups are resampled, since values of one group are not
-    independent. Percentile intervals of few values are too narrow, so they are widened by the ratio
-    of Student's t to the normal. A single value has no spread: its interval is the value itself.
+    independent.
 
     >>> bootstrap([1.0, 1.0, 1.0])
     (1.0, 1.0, 1.0)
@@ -103,21 +104,8 @@ def bootstrap(
     for start in range(0, draws, 100):  # 100 at a time bounds memory when there are many values
         drawn = rng.integers(0, len(sums), (min(100, draws - start), len(sums)))
         means[start : start + len(drawn)] = sums[drawn].sum(1) / totals[drawn].sum(1)
-    bounds = mean + _small_sample_factor(len(sums)) * (np.quantile(means, (0.025, 0.975)) - mean)
-    low, high = np.clip(bounds, *within).tolist()
+    low, high = np.clip(bootstrap_interval(mean, means, len(sums)), *within).tolist()
     return mean, low, high
-
-
-def _small_sample_factor(n: int) -> float:
-    """By how much to widen a percentile interval of n values: √(n/(n−1)) · t / 1.96.
-
-    The root corrects that a resample spreads less than the population it stands for.
-    """
-    from scipy.special import ndtri, stdtrit
-
-    if n == 1:
-        return 1.0
-    return math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, 0.975) / ndtri(0.975))
 
 
 def average(parts: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.patch import Patch
+from farspan.intervals import bootstrap_interval
 from farspan.methods.job import FitJob, loss_by_position, scaled_loss, search_best
 
 COARSE = tuple(round(0.8 + 0.2 * number, 2) for number in range(12))  # 0.80 … 3.00
@@ -40,7 +40,7 @@ class ScaleGrid:
     positions: np.ndarray  # [bins]
     best: np.ndarray  # [bins]
     slope: float  # a of 1 + a·ln(i / L), fitted over L … 8L
-    interval: tuple[float, float]  # 95%, of the slope
+    interval: tuple[float, float] | None  # 95%, of the slope; None for a single window
     r2: float
 
 
@@ -54,29 +54,65 @@ def full_grid(
     try:
         for value in values:
             seam.install(model, job.uniform(float(value)))
-            curve = loss_by_position(model, windows)
-            rows.append([float(part.mean()) for part in torch.tensor_split(curve, bins)])
+            rows.append(_losses_by_bin(model, windows, bins))
             advance(1, f"λ̂ {value:g}")
     finally:
         seam.remove_scales(model)
-    loss = np.array(rows)
+    losses = np.array(rows)  # [S, W, bins]
     length = windows.shape[1]
     positions = (np.arange(bins) + 0.5) * length / bins
+    loss = losses.mean(1)
     best = values[loss.argmin(0)]
-    slope, interval, r2 = fit_log(positions, best, job.train_length)
+    slope, r2 = fit_log(positions, best, job.train_length)
+    interval = slope_interval(slope, values, losses, positions, job.train_length)
     return ScaleGrid(values, loss, positions, best, slope, interval, r2)
 
 
-def fit_log(
-    positions: np.ndarray, best: np.ndarray, length: int
-) -> tuple[float, tuple[float, float], float]:
-    """a of best = 1 + a·ln(i / L) over L ≤ i ≤ 8L by least squares, its 95% interval and R²."""
-    fitted = (positions >= length) & (positions <= 8 * length)
-    x, y = np.log(positions[fitted] / length), best[fitted] - 1
+def _losses_by_bin(model: PreTrainedModel, windows: Tensor, bins: int) -> np.ndarray:
+    """The mean loss of each window in each bin of positions, [W, bins]."""
+    curves = (loss_by_position(model, window[None]) for window in windows)
+    return np.array(
+        [[float(part.mean()) for part in torch.tensor_split(curve, bins)] for curve in curves]
+    )
+
+
+def fit_log(positions: np.ndarray, best: np.ndarray, length: int) -> tuple[float, float]:
+    """a of best = 1 + a·ln(i / L) over L ≤ i ≤ 8L by least squares, and R²."""
+    x, fitted = _log_positions(positions, length)
+    y = best[fitted] - 1
     slope = float(x @ y / (x @ x))
     residuals = y - slope * x
-    squares = float(residuals @ residuals)
-    error = math.sqrt(squares / max(1, len(x) - 1) / float(x @ x))
     variance = float(((y - y.mean()) ** 2).sum())
-    r2 = 1 - squares / variance if variance else 1.0
-    return slope, (slope - 1.96 * error, slope + 1.96 * error), r2
+    return slope, 1 - float(residuals @ residuals) / variance if variance else 1.0
+
+
+def slope_interval(
+    slope: float,
+    values: np.ndarray,
+    losses: np.ndarray,
+    positions: np.ndarray,
+    length: int,
+    draws: int = 1000,
+) -> tuple[float, float] | None:
+    """The 95% interval of the slope by a bootstrap over windows; None for a single window.
+
+    losses: [S, W, bins]. Neighboring positions share their text, so their best λ̂ move together, and
+    residuals of the fit say too little about the error of the slope. Windows are independent: each
+    draw resamples whole windows, chooses the best λ̂ at every position anew and fits the law again.
+    """
+    count = losses.shape[1]
+    if count < 2:
+        return None
+    x, fitted = _log_positions(positions, length)
+    rng = np.random.default_rng(0)
+    slopes = []
+    for _ in range(draws):
+        drawn = losses[:, rng.integers(0, count, count)][..., fitted].mean(1)
+        slopes.append(x @ (values[drawn.argmin(0)] - 1) / (x @ x))
+    return bootstrap_interval(slope, np.array(slopes), count)
+
+
+def _log_positions(positions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """ln(i / L) of the positions that the law is fitted to, L ≤ i ≤ 8L, and which these are."""
+    fitted = (positions >= length) & (positions <= 8 * length)
+    return np.log(positions[fitted] / length), fitted

@@ -121,13 +121,12 @@ def law_table(grids: Sequence[dict[str, Any]]) -> Table:
     """The slopes of Wang 2024, Figure 7."""
     rows = []
     for grid in grids:
-        low, high = grid["interval"]
         rows.append(
             [
                 grid["model"],
                 grid["checkpoint"],
                 f"{grid['slope']:.3f}",
-                f"{low:.3f}–{high:.3f}",
+                "–".join(f"{bound:.3f}" for bound in grid["interval"] or ()) or "one window",
                 f"{grid['r2']:.3f}",
             ]
         )

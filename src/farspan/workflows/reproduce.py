@@ -76,7 +76,7 @@ from farspan.workflows.reproduce_study import (
     text_name,
 )
 
-FORMAT = 2  # of a cell's result; raise it with every change to what a cell computes or measures
+FORMAT = 3  # of a cell's result; raise it with every change to what a cell computes or measures
 PROMPT_BATCH = 16
 BINS_PER_TRAIN_LENGTH = 16  # of positions, in the curves that a cell stores
 
@@ -510,5 +510,6 @@ def _measure_grid(
         key: np.asarray(getattr(grid, key)).round(4).tolist()
         for key in ("values", "loss", "positions", "best")
     }
-    trend = {"slope": grid.slope, "interval": list(grid.interval), "r2": grid.r2}
+    interval = None if grid.interval is None else list(grid.interval)
+    trend = {"slope": grid.slope, "interval": interval, "r2": grid.r2}
     return {**asdict(cell), **trend, **tables}
