@@ -381,7 +381,28 @@ def test_factor_always_reaches_the_target(method, monkeypatch):
         return torch.tensor(model.config.rope_parameters["factor"])
 
     monkeypatch.setattr("farspan.methods.rope.loss_by_position", rising_loss)
-    assert fit_rope(model, job_for(model), method, None).rope["factor"] == TARGET / LENGTH
+    smallest = 1 if method == "dynamic-ntk" else TARGET / LENGTH
+    assert fit_rope(model, job_for(model), method, None).rope["factor"] == smallest
+
+
+@pytest.mark.parametrize("name", ["farspan-rope", "llama"])
+@pytest.mark.parametrize("target", [128, 256])
+def test_dynamic_ntk_rotates_a_text_as_ntk_for_its_length_does(name, target):
+    """Its smallest factor; inside the train length it rotates as before."""
+    model = BY_NAME[name].build()
+    length = model.config.max_position_embeddings
+    job = job_for(model, train_length=length, target=target)
+    before = rotary_of(model).inv_freq.clone()
+    with rope_override(model, rope_parameters(model, job, "ntk", target / length)):
+        static = rotary_of(model).inv_freq.clone()
+    with rope_override(model, rope_parameters(model, job, "dynamic-ntk", 1.0)):
+        model(torch.zeros(1, length, dtype=torch.long))
+        inside = rotary_of(model).inv_freq.clone()
+        model(torch.zeros(1, target, dtype=torch.long))
+        dynamic = rotary_of(model).inv_freq.clone()
+    assert torch.allclose(inside, before)
+    assert torch.allclose(dynamic, static)
+    assert not torch.allclose(dynamic, before)
 
 
 def rotary_of(model) -> torch.nn.Module:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from farspan.attention.patch import reset_dynamic_rope, set_rope
 from farspan.cells import Cells
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
-from farspan.diagnosis.curves import Curves
+from farspan.diagnosis.curves import Curves, measure_curves
 from farspan.errors import FarspanError
 from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig
@@ -37,6 +38,14 @@ def test_bundled_studies_parse(name):
     assert {cell.model for cell in cells} == set(study.methods)
     for cell in cells:
         assert cell.seed == 0 or "head" in cell.method or "tune=" in cell.method
+
+
+def test_ntk_rows_come_in_both_kinds():
+    """Wang 2024 measured the dynamic one; the static one is what most users set."""
+    for methods in (read_study(name).methods for name in ("extend-small", "extend-hybrids")):
+        for names in methods.values():
+            assert ("ntk" in names) == ("dynamic-ntk" in names)
+    assert "dynamic-ntk" in read_study("extend-small").methods["small-rope"]
 
 
 def test_unknown_method_gets_a_suggestion():
@@ -285,6 +294,29 @@ def test_entropy_of_heads_is_that_of_the_last_quarter_before_the_target(factor, 
         "3": [middle, 2 * middle],
         "5": [3 * middle, 4 * middle],
     }
+
+
+def test_positions_of_length_dependent_rotation_are_measured_in_texts_that_long():
+    """Dynamic NTK rotates a text of L tokens as trained, and one of 4 L tokens otherwise."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    config = FarspanConfig(**shape, position="rope", max_position_embeddings=32)
+    model = FarspanForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # attention that depends on angles
+    ids = torch.randint(64, (2, 128))
+    static = reproduce_workflow._curves(model, ids, 32)
+    set_rope(model, {"rope_type": "dynamic", "factor": 2.0})
+    dynamic = reproduce_workflow._curves(model, ids, 32)
+    assert np.array_equal(dynamic.positions, static.positions)
+    assert np.allclose(dynamic.loss[:15], static.loss[:15]), "as trained"
+    for measured, (start, stop) in {64: (16, 32), 128: (32, 64)}.items():
+        reset_dynamic_rope(model)
+        curves = measure_curves(model, ids[:, :measured], bins=measured // 2)
+        assert np.array_equal(dynamic.loss[start:stop], curves.loss[start:stop])
+        assert np.array_equal(dynamic.heads[1][:, start:stop], curves.heads[1][:, start:stop])
+        assert not np.allclose(curves.loss[start:stop], static.loss[start:stop])
+        assert not np.allclose(curves.loss[:16], static.loss[:16]), "what one pass would give"
 
 
 def test_a_cell_stores_the_entropy_of_its_heads_before_its_own_target(finished_once):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,26 @@ class Curves:
     def loss_at(self, mark: int, *, train_length: int) -> float:
         """Mean loss over the quarter of the train length that ends at `mark`."""
         return mean_before(mark, train_length, self.positions, self.loss)
+
+    def since(self, position: int) -> Curves:
+        """The part after a position."""
+        kept = self.positions > position
+        heads = {layer: table[:, kept] for layer, table in self.heads.items()}
+        return replace(self, positions=self.positions[kept], loss=self.loss[kept], heads=heads)
+
+
+def join_curves(parts: Sequence[Curves]) -> Curves:
+    """Parts of consecutive positions as one; the last part says how long the windows are."""
+    last = parts[-1]
+    return replace(
+        last,
+        positions=np.concatenate([part.positions for part in parts]),
+        loss=np.concatenate([part.loss for part in parts]),
+        heads={
+            layer: np.concatenate([part.heads[layer] for part in parts], axis=1)
+            for layer in last.heads
+        },
+    )
 
 
 def mean_before(

@@ -57,9 +57,17 @@ ROPE_SCALINGS: dict[str, Callable[[FitJob, float, float, int], Rope]] = {
     "dynamic-ntk": _dynamic_ntk,
     "yarn": _yarn,
 }
-# Multiples of target/train_length. Smaller ones can have a lower mean loss, but they fail before
-# the target.
+# Multiples of the factor that reaches the target. Smaller ones can have a lower mean loss, but they
+# fail before the target.
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
+
+
+def _reaching_factor(method: str, job: FitJob) -> float:
+    """The smallest factor that reaches the target.
+
+    Dynamic NTK grows with the text: with a factor of 1 it is, at any length, NTK for that length.
+    """
+    return 1.0 if method == "dynamic-ntk" else job.target / job.train_length
 
 
 def fit_rope(
@@ -67,17 +75,19 @@ def fit_rope(
 ) -> Patch:
     """The method's rope parameters, with the factor of the lowest loss on the choose split.
 
-    With `tuning`, as in Wang 2024: a factor of target/train_length, and weights tuned with it.
+    With `tuning`, as in Wang 2024: the smallest factor that reaches the target, and weights tuned
+    with it.
     """
+    smallest = _reaching_factor(method, job)
     if tuning is not None:
-        rope = _rope_parameters(model, job, method, job.target / job.train_length)
+        rope = _rope_parameters(model, job, method, smallest)
         with rope_override(model, rope):
             weights = tune_weights(model, job, f"{method}-{tuning.steps}", tuning)
         return job.patch(f"{method}-tuned", rope=rope, weights=weights)
     advance = job.progress(method, 0)
     losses = {}
     for multiple in FACTORS:
-        factor = multiple * job.target / job.train_length
+        factor = multiple * smallest
         with rope_override(model, _rope_parameters(model, job, method, factor)):
             losses[factor] = float(loss_by_position(model, job.choose).mean())
         advance(1, f"×{factor:g}: loss {losses[factor]:.4f}")

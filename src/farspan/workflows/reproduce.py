@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention.layout import length_dependent_rotation
 from farspan.attention.model_facts import config_train_length, small_model
-from farspan.attention.patch import Patch
+from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import probe
 from farspan.bundled import is_bundled, resolve_bundled
 from farspan.cells import (
@@ -33,7 +34,7 @@ from farspan.cells import (
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.deprecation import renamed_arguments
-from farspan.diagnosis.curves import Curves, measure_curves
+from farspan.diagnosis.curves import Curves, join_curves, measure_curves
 from farspan.diagnosis.knees import KneeRule, find_knee
 from farspan.errors import FarspanError
 from farspan.evals.passkey import passkey_accuracy
@@ -458,9 +459,10 @@ def _measure(
     result: Result = {"loss": {}, "passkey": {}}
     for file in study.report:
         ids = texts.windows(file, cell.model, tokenizer, longest, study.report_windows)
-        curves = measure_curves(model, ids, bins=BINS_PER_TRAIN_LENGTH * study.report_factor)
+        curves = _curves(model, ids, length)
         result["loss"][text_name(file)] = curves.loss.round(4).tolist()
         if study.same_tokens:
+            reset_dynamic_rope(model)
             losses = losses_by_context(model, ids, doublings(length, longest), study.same_tokens)
             result.setdefault("same_tokens", {})[text_name(file)] = {
                 str(context): np.round(values, 5).tolist() for context, values in losses.items()
@@ -474,6 +476,24 @@ def _measure(
         )
         prompt_length *= 2
     return result
+
+
+def _curves(model: PreTrainedModel, ids: torch.Tensor, length: int) -> Curves:
+    """Loss and entropy by position, in bins of a sixteenth of the train length.
+
+    Where rotation depends on the length of the text, a position is measured in the shortest text
+    of L, 2L, 4L, … tokens that has it, as users run it. Otherwise one pass over the windows gives
+    the same.
+    """
+    longest = ids.shape[1]
+    marks = doublings(length, longest) if length_dependent_rotation(model) else [longest]
+    pieces, measured = [], 0
+    for mark in marks:
+        reset_dynamic_rope(model)
+        curves = measure_curves(model, ids[:, :mark], bins=BINS_PER_TRAIN_LENGTH * mark // length)
+        pieces.append(curves.since(measured))
+        measured = mark
+    return join_curves(pieces)
 
 
 def _entropy_and_knees(curves: Curves, length: int, factor: int) -> Result:
