@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,10 +16,11 @@ from farspan.files import sha256_of
 from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.tuning import TuningConfig
-from farspan.train.search_text import overlapping, search_text, split_text
+from farspan.train.search_text import overlapping, read_mixture, search_text, split_text
 from farspan.workflows.extend import extend
+from farspan.workflows.pretrain import read_recipe
 from farspan.workflows.reproduce import StudyTexts
-from farspan.workflows.reproduce_study import ReproduceStudy
+from farspan.workflows.reproduce_study import ReproduceStudy, read_study
 
 LENGTH, TRAIN_LENGTH = 256, 160
 MIX = """
@@ -225,3 +227,31 @@ def test_a_search_reads_no_window_twice_if_the_text_has_enough():
 def test_windows_shorter_than_the_target_are_refused(beyond):
     with pytest.raises(FarspanError, match=f"search.beyond is {beyond:g}; choose a factor"):
         SearchConfig(beyond=beyond)
+
+
+def test_the_study_of_wang_2024_searches_on_the_pretraining_mixture():
+    """Sources, weights and passkeys are those of the recipe; text that chooses is left out."""
+    study, recipe = read_study("extend-small"), read_recipe("small-nope").data
+    mixture = read_mixture(study.search)
+    assert mixture.passkey == recipe.passkey > 0
+    assert not mixture.inside, "documents are packed"
+    weights = [
+        {name: source.weight for name, source in data.sources.items()} for data in (mixture, recipe)
+    ]
+    assert weights[0] == weights[1]
+    for name, source in mixture.sources.items():
+        assert fnmatch(source.files, recipe.sources[name].files)
+        assert not fnmatch(study.choose, source.files)
+
+
+def test_a_study_with_a_mixture_is_read_without_its_texts(tmp_path):
+    """Tables of finished cells need no text; a run is refused before anything is trained."""
+    study = read_study("extend-small", [f"folder={tmp_path}"])
+    for file in (study.choose, *study.report):
+        (tmp_path / file).touch()
+    message = f"small-mixture.toml cannot be read: {re.escape(str(tmp_path))} has no books_train_a"
+    with pytest.raises(FarspanError, match=message):
+        StudyTexts(study).check()
+    with pytest.raises(FarspanError, match="small-mixture.toml and code_train.jsonl.xz do"):
+        (tmp_path / "code_train.jsonl.xz").touch()
+        read_study("extend-small", [f"folder={tmp_path}", "choose=code_train.jsonl.xz"])

@@ -151,15 +151,18 @@ def data_folder(configured: str) -> Path:
     return Path(configured or os.environ.get("FARSPAN_DATA", "data")).expanduser()
 
 
+def matching_files(data: DataConfig, source: str) -> list[Path]:
+    """The files of a source in the data folder, sorted; there may be none."""
+    pattern = data_folder(data.folder) / data.sources[source].files
+    return sorted(Path(path) for path in glob.glob(str(pattern)))
+
+
 def find_files(data: DataConfig, source: str) -> list[Path]:
     """The files of a source in the data folder, sorted."""
-    folder = data_folder(data.folder)
-    pattern = data.sources[source].files
-    files = sorted(Path(path) for path in glob.glob(str(folder / pattern)))
-    if not files:
+    if not (files := matching_files(data, source)):
         raise FarspanError(
-            f"{folder} has no {pattern} for data.sources.{source}; set the folder of the text with "
-            "data.folder=PATH"
+            f"{data_folder(data.folder)} has no {data.sources[source].files} for data.sources."
+            f"{source}; set the folder of the text with data.folder=PATH"
         )
     return files
 

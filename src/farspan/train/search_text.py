@@ -18,18 +18,35 @@ from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.errors import FarspanError
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe
-from farspan.train.corpus import DataConfig, TrainingData, pack_mixture, source_files
+from farspan.train.corpus import (
+    DataConfig,
+    TrainingData,
+    matching_files,
+    pack_mixture,
+    source_files,
+)
 
 SEARCH = "search"
+MIXTURES = Path(__file__).parent.parent / "assets" / "recipes" / "mixture"
 
 
 def is_mixture(source: str | Path) -> bool:
     return Path(source).suffix == ".toml"
 
 
+def find_mixture(file: str | Path) -> Path:
+    """The file, or the mixture of that name that comes with farspan.
+
+    >>> find_mixture("small-mixture.toml").is_file()
+    True
+    """
+    bundled = MIXTURES / file
+    return bundled if bundled.is_file() and not Path(file).is_file() else Path(file)
+
+
 def read_mixture(file: str | Path, folder: str = "") -> DataConfig:
     """The mixture in a file; its texts lie in `folder` if it names no folder."""
-    data = load_recipe(DataConfig, file, recipe_dir=Path())
+    data = load_recipe(DataConfig, find_mixture(file), recipe_dir=Path())
     return replace(data, folder=data.folder or folder)
 
 
@@ -42,12 +59,20 @@ def text_files(source: str | Path, folder: str = "") -> list[Path]:
 
 
 def overlapping(first: str | Path, second: str | Path, folder: str = "") -> bool:
-    """Whether two texts share a file."""
+    """Whether two texts share a file; files of a mixture that do not exist are not compared."""
     return any(
         share_text(one, other)
-        for one in text_files(first, folder)
-        for other in text_files(second, folder)
+        for one in _existing_files(first, folder)
+        for other in _existing_files(second, folder)
     )
+
+
+def _existing_files(source: str | Path, folder: str) -> list[Path]:
+    if not is_mixture(source):
+        return [Path(source)]
+    data = read_mixture(source, folder)
+    used = [name for name, each in data.sources.items() if each.weight]
+    return [file for name in used for file in matching_files(data, name)]
 
 
 def search_text(

@@ -355,6 +355,10 @@ class StudyTexts:
                 raise FarspanError(
                     f"{path}, a text of the study, was not found; set its folder with folder=PATH"
                 )
+            try:
+                text_files(path, self.study.folder)
+            except FarspanError as error:
+                raise type(error)(f"{file} cannot be read: {error}") from None
 
     def check_long_enough(self, model: str, tokenizer: Any, length: int) -> None:
         """Refuse a text that has no document as long as the longest window to cut from it."""

@@ -21,7 +21,7 @@ from farspan.methods.uniform import STEP
 from farspan.recipe import apply_overrides, load_recipe
 from farspan.train.checkpoint import checkpoint_name
 from farspan.train.corpus import data_folder
-from farspan.train.search_text import is_mixture, overlapping
+from farspan.train.search_text import find_mixture, is_mixture, overlapping
 from farspan.workflows.pretrain import read_recipe
 
 RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "study"
@@ -60,10 +60,11 @@ class ReproduceStudy:
         self._check_texts()
 
     def path(self, file: str) -> Path:
-        """A text lies in the folder of texts, a mixture there or anywhere else."""
-        if is_mixture(file) and Path(file).is_file():
-            return Path(file)
-        return data_folder(self.folder) / file
+        """A text lies in the folder of texts; a mixture there, anywhere else, or in farspan."""
+        path = data_folder(self.folder) / file
+        if is_mixture(file) and (Path(file).is_file() or not path.is_file()):
+            return find_mixture(file)
+        return path
 
     @property
     def files(self) -> tuple[str, ...]:
