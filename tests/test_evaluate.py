@@ -34,7 +34,7 @@ from farspan.evals.longbench import load_tasks
 from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.results import EvalResult
-from farspan.evals.scores import Score, matching_score
+from farspan.evals.scores import Score, ScoreKey, matching_score
 from farspan.evals.suites import SUITES, EvalConfig, make_plan
 from farspan.loading import UPCAST_BELOW, upcast_small_model
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -125,7 +125,8 @@ def test_quick_suite_scores_and_files(whole):
         ("ppl", 384),
         ("passkey", 256),
         ("passkey", 384),
-        ("passkey_mean", 384),
+        ("passkey_mean", 256),
+        ("passkey_grid_mean", 384),
     ]
     ppl = whole.scores[0]
     assert ppl.tags["task"] == "text"
@@ -301,6 +302,15 @@ def test_default_lengths_depend_on_the_model(tiny):
     plan = make_plan(limited, SUITES["quick"], EvalConfig(), {})
     assert max(plan.lengths) <= 300
     assert (len(plan.grid), plan.grid[-1]) == (4, 300), "up to the end of its table"
+
+
+def test_modes_of_perplexity_follow_the_suite_unless_one_is_chosen(tiny, tmp_path):
+    for name, suite in SUITES.items():
+        assert suite.complete(EvalConfig()).mode == ("paper-a" if name == "paper" else "same")
+        assert suite.complete(EvalConfig(mode="yarn")).mode == "yarn"
+    texts = dict.fromkeys(("pg19", "proofpile", "longbench"), tiny / "text")
+    with pytest.raises(FarspanError, match="mode paper-a scores others at each; choose --mode"):
+        evaluate(tiny / "none", "paper", tmp_path / "out", data=texts, metric="longppl")
 
 
 # LongPPL.
@@ -530,7 +540,7 @@ def test_gates_on_unmeasured_scores_are_refused(tiny, tmp_path, counted):
             "ppl@777<=20",
             "uses the length 777, but ppl is measured at 256, 384; change the length or --lengths",
         ),
-        ("passkey_mean@256>=0.5", "uses the length 256, but passkey_mean is measured at 384"),
+        ("passkey_mean@384>=0.5", "uses the length 384, but passkey_mean is measured at 256"),
         ("average:ppl<=9", "uses the task average, but ppl is measured on text"),
         ("recall>=0.5", "uses recall, but this suite measures ppl, passkey, passkey_mean"),
         ("pg91:ppl<=9", "uses the task pg91, but ppl is measured on text"),
@@ -584,7 +594,8 @@ def build_evaluation(name: str, lengths: tuple[int, ...], bench: Path, tiny: Pat
 
 
 def test_the_paper_suite_measures_what_wang_2024_measures(tiny, bench):
-    """16 lengths × 10 depths × 10 passkeys up to twice the target, and LongBench with 5 beams."""
+    """The last tokens of windows of exactly each length, 16 lengths × 10 depths × 10 passkeys up to
+    twice the target, and LongBench with 5 beams."""
     model = replace(
         evaluate_workflow._load_eval_model(tiny / "none", {}), extended_length=8 * LENGTH
     )
@@ -598,6 +609,12 @@ def test_the_paper_suite_measures_what_wang_2024_measures(tiny, bench):
         build(model, plan) for build in SUITES["paper"].builds
     )
     assert [text.name for text in perplexity.texts] == ["pg19", "proofpile"]
+    assert (perplexity.mode, perplexity.stride) == ("paper-a", 128), "half the shortest length"
+    assert plan.to_json()["mode"] == "paper-a"
+    assert passkey.score_keys()[-2:] == [
+        ScoreKey("passkey", "passkey", "passkey_mean", 8 * LENGTH),
+        ScoreKey("passkey", "passkey", "passkey_grid_mean", 16 * LENGTH),
+    ]
     cells = passkey.cells()
     assert len(cells) == 160
     assert {cell.length for cell in cells} == {256 * number for number in range(1, 17)}

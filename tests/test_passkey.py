@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 import farspan
 import tritonlike
@@ -17,7 +19,9 @@ from farspan.attention.layout import Layout
 from farspan.attention.patch import set_layout, set_rope
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
+from farspan.bundled import BUNDLED_MODELS
 from farspan.data.passkey import HELD_OUT, KEYS, SCORED, PasskeyDocuments
+from farspan.data.tokens import END
 from farspan.errors import FarspanError
 from farspan.evals import passkey
 from farspan.evals.passkey import (
@@ -28,6 +32,7 @@ from farspan.evals.passkey import (
     passkey_accuracy,
 )
 from farspan.model.loss import last_logits
+from farspan.train.metadata import begin_of_text, write_training_metadata
 
 
 @pytest.fixture(scope="module")
@@ -412,16 +417,24 @@ def test_scores_by_length_over_the_grid_and_by_depth():
         for depth in (0.0, 1.0)
         for key in range(4)
     ]
-    scores = Passkey((100, 200), depths=2, keys=4, trained="no").score(samples)
+    grid = Passkey((100, 200), depths=2, keys=4, trained="no", context=150)
+    scores = grid.score(samples)
     assert [(score.metric, score.length, score.value, score.n) for score in scores] == [
         ("passkey", 100, 1.0, 8),
         ("passkey", 200, 0.5, 8),
-        ("passkey_mean", 200, 0.75, 16),
+        ("passkey_mean", 100, 1.0, 8),
+        ("passkey_grid_mean", 200, 0.75, 16),
         *(
             ("passkey_at_depth", length, 1.0 if length == 100 else 0.5, 4)
             for length in (100, 100, 200, 200)
         ),
     ]
+    assert scores[2].tags["context"] == 150, "the mean of Figure 6 is within the context"
+    for context, metrics in ((200, 4), (99, 3), (None, 3)):
+        keys = replace(grid, context=context).score_keys()
+        assert len(keys) == metrics
+        shown = replace(grid, context=context).score(samples)
+        assert keys == [score.key for score in shown if not score.tags.get("detail")]
     assert {score.tags["trained_on_passkeys"] for score in scores} == {"no"}
     assert all(0 <= score.low <= score.value <= score.high <= 1 for score in scores)
 
@@ -467,3 +480,39 @@ def test_empty_grids_and_short_documents_raise_clear_errors(blunted):
     grid = Passkey((20,))
     with pytest.raises(FarspanError, match="a passkey text of 20 tokens has no room"):
         grid.run(grid.cells()[0], *blunted)
+
+
+def with_begin_of_text(tokenizer, folder, **training):
+    """The tokenizer, adding a begin-of-text token, and training.json beside it."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    if training:
+        write_training_metadata(folder, passkey_documents=True, **training)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [({}, True), ({"begin_of_text": False}, False), ({"begin_of_text": True}, True)],
+)
+def test_documents_begin_as_texts_did_in_training(tmp_path, training, expected):
+    """The tokenizer decides, except for models that farspan trained: their rows had no such token.
+    Documents keep their length and their answer."""
+    plain = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
+    own = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
+    tokenizer = with_begin_of_text(own, tmp_path, **training)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    assert begin_of_text(tokenizer) == [tokenizer.bos_token_id] * expected
+    assert begin_of_text(plain) == []
+    grid = Passkey((200,), depths=2, keys=2)
+    for cell in grid.cells():
+        keys, rows, sizes = grid.documents(cell, tokenizer)
+        plain_keys, plain_rows, plain_sizes = grid.documents(cell, plain)
+        assert (keys, sizes) == (plain_keys, plain_sizes)
+        for row, plain_row, size in zip(rows, plain_rows, sizes, strict=True):
+            assert len(row) == 200
+            assert (row[0] == tokenizer.bos_token_id) == expected
+            assert row[expected:20] == plain_row[: 20 - expected]
+            assert row[-size:] == plain_row[-size:]

@@ -243,6 +243,17 @@ def test_passkey_grid_places_every_accuracy(tmp_path):
     assert (grid["x"], grid["y"]) == (["256", "512"], ["0%", "100%"])
 
 
+def test_means_over_the_grid_of_old_records_keep_their_meaning(tmp_path):
+    """Until 0.2 `passkey_mean` was over the whole grid; now it is within the context."""
+    means = [score(0.5, 512, "passkey_mean", context=512), score(0.5, 1024, "passkey_mean")]
+    text = report([write_eval(tmp_path / "run", *means)], tmp_path / "page.html").read_text()
+    rows = [cells for cells in re.findall(r"<tr>(.*?)</tr>", text) if "passkey" in cells]
+    assert [re.findall(r"passkey_\w+|512|1,024", row) for row in rows] == [
+        ["passkey_mean", "512"],
+        ["passkey_grid_mean", "1,024"],
+    ]
+
+
 def test_baseline_scores_of_several_runs_are_merged_unless_they_differ(tmp_path):
     def base(*scores):
         return {"model": "base", "scores": scores}

@@ -84,11 +84,12 @@ Seed = Annotated[
     int, typer.Option(min=0, metavar="N", help="Random seed of passkeys, needles and samples.")
 ]
 Mode = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME",
         help="Perplexity: same (the same tokens at every length), paper-a (as Wang 2024) or yarn "
         "(as YaRN).",
+        show_default="same; paper-a in suite paper",
         rich_help_panel="Evaluation settings",
     ),
 ]
@@ -150,7 +151,7 @@ def eval_command(
     seed: Seed = 0,
     device: Device = None,
     as_json: AsJson = False,
-    mode: Mode = "same",
+    mode: Mode = None,
     metric: Metric = "ppl",
     stride: Stride = None,
     budget: Budget = None,

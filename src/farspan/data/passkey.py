@@ -6,6 +6,7 @@ score never measures memorization.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -43,11 +44,15 @@ def held_out_key(rng: np.random.Generator) -> int:
 
 
 class PasskeyDocuments:
-    """Makes passkey documents of an exact number of tokens under one tokenizer."""
+    """Makes passkey documents of an exact number of tokens under one tokenizer.
 
-    def __init__(self, tokenizer: Any):
+    start: tokens before the text, such as a begin-of-text token.
+    """
+
+    def __init__(self, tokenizer: Any, start: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._task, self._filler, self._question = map(self._encode, (TASK, FILLER, QUESTION))
+        task, self._filler, self._question = map(self._encode, (TASK, FILLER, QUESTION))
+        self._task = [*start, *task]
 
     @cached_property
     def fingerprint(self) -> str:

@@ -23,6 +23,7 @@ METRICS = (
     "longppl",
     "passkey",
     "passkey_mean",
+    "passkey_grid_mean",
     "recall",
     "effective_length",
     "acc",

@@ -26,6 +26,7 @@ from farspan.errors import FarspanError, suggest
 from farspan.evals.decoding import end_tokens, generate_tokens
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
+from farspan.train.metadata import begin_of_text
 
 NAME = "needle"
 TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables")
@@ -136,7 +137,7 @@ class Needle:
         answer_tokens = 2 * max(
             len(_encode(tokenizer, " " + ", ".join(sample.answers))) for sample in samples
         )
-        intro = [*_bos(tokenizer), *_encode(tokenizer, INTROS.get(cell.task, INTRO))]
+        intro = [*begin_of_text(tokenizer), *_encode(tokenizer, INTROS.get(cell.task, INTRO))]
         sentences = [_encode(tokenizer, sentence) for sentence in self._sentences(cell.length)]
         rows = []
         for number, sample in enumerate(samples):
@@ -369,12 +370,6 @@ def _draw_names(rng: np.random.Generator, count: int) -> list[str]:
 
 def _enumerate(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def _bos(tokenizer: Any) -> list[int]:
-    """The begin-of-text token, if the tokenizer adds one to every text."""
-    first = tokenizer("", verbose=False)["input_ids"][:1]
-    return first if first == [tokenizer.bos_token_id] else []
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -34,6 +34,7 @@ from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, wilson
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import last_logits
+from farspan.train.metadata import begin_of_text
 
 NAME = "passkey"
 CHUNK = 256  # tokens of a shared prefix per forward pass
@@ -47,6 +48,9 @@ class Passkey:
     """A grid of lengths and depths, with a number of keys in each cell.
 
     `trained` says whether the model saw passkey documents in training: "yes", "no" or "unknown".
+    `context` is the length that the model was trained on or extended to, if it is known: the mean
+    of Figure 6 of Wang 2024 is over lengths up to it. Documents start with a begin-of-text token
+    where the model expects one.
 
     >>> len(Passkey((256, 512), depths=10).cells())
     20
@@ -57,6 +61,7 @@ class Passkey:
     keys: int = 10
     seed: int = 0
     trained: str = UNKNOWN
+    context: int | None = None
     reuse: bool = True  # compute a shared prefix once
     batch: int = BATCH
 
@@ -77,10 +82,18 @@ class Passkey:
         ]
 
     def score_keys(self) -> list[ScoreKey]:
-        """One for each length, and one for the mean over the grid if it has several lengths."""
+        """One for each length, and one for each mean over lengths."""
         lengths = sorted(set(self.lengths))
         keys = [ScoreKey(NAME, NAME, "passkey", length) for length in lengths]
-        return keys + [ScoreKey(NAME, NAME, "passkey_mean", lengths[-1])] * (len(lengths) > 1)
+        means = self._means(lengths).items()
+        return keys + [ScoreKey(NAME, NAME, metric, group[-1]) for metric, group in means]
+
+    def _means(self, lengths: Sequence[int]) -> dict[str, list[int]]:
+        """The lengths behind each mean; a single length has none."""
+        if len(lengths) < 2:
+            return {}
+        inside = [length for length in lengths if length <= (self.context or 0)]
+        return ({"passkey_mean": inside} if inside else {}) | {"passkey_grid_mean": list(lengths)}
 
     def run(
         self,
@@ -117,7 +130,7 @@ class Passkey:
         self, cell: EvalCell, tokenizer: Any
     ) -> tuple[list[int], list[list[int]], list[int]]:
         """The keys of a cell, its documents of exactly `length` tokens, and the answers' sizes."""
-        maker = PasskeyDocuments(tokenizer)
+        maker = scored_documents(tokenizer)
         depth = cell.settings["depth"]
         rng = np.random.default_rng((self.seed, cell.length, round(depth * 10**6)))
         keys = [held_out_key(rng) for _ in range(self.keys)]
@@ -125,7 +138,7 @@ class Passkey:
         return keys, rows, [len(maker.answer(key)) for key in keys]
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The share of keys retrieved at each length, over the whole grid, and in each cell."""
+        """The share of keys retrieved at each length, over several lengths, and in each cell."""
         by_length: dict[int, list[Sample]] = {}
         for sample in samples:
             by_length.setdefault(sample["length"], []).append(sample)
@@ -133,9 +146,12 @@ class Passkey:
         scores = [
             _accuracy("passkey", length, group, tags) for length, group in sorted(by_length.items())
         ]
-        if len(by_length) > 1:
-            mean_tags = {**tags, "lengths": len(by_length)}
-            scores.append(_accuracy("passkey_mean", max(by_length), samples, mean_tags))
+        for metric, lengths in self._means(sorted(by_length)).items():
+            mean_tags = {**tags, "lengths": len(lengths)}
+            if metric == "passkey_mean":
+                mean_tags["context"] = self.context
+            group = [sample for length in lengths for sample in by_length[length]]
+            scores.append(_accuracy(metric, lengths[-1], group, mean_tags))
         for length, group in sorted(by_length.items()):
             for depth in sorted({sample["depth"] for sample in group}):
                 at_depth = [sample for sample in group if sample["depth"] == depth]
@@ -153,7 +169,7 @@ class Passkey:
         """
         other = key + (50_000 if key < 50_000 else -40_000)
         try:
-            probe = PasskeyDocuments(tokenizer).document(cell.length, cell.settings["depth"], other)
+            probe = scored_documents(tokenizer).document(cell.length, cell.settings["depth"], other)
         except FarspanError:  # the other key may have more tokens than the scored ones
             return None
         return torch.tensor([*rows, probe]) if self.reuse else None
@@ -296,6 +312,11 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def _accuracy(metric: str, length: int, samples: Sequence[Sample], tags: dict[str, Any]) -> Score:
     hits = sum(sample["hit"] for sample in samples)
     return Score(NAME, metric, length, *wilson(hits, len(samples)), len(samples), tags)
+
+
+def scored_documents(tokenizer: Any) -> PasskeyDocuments:
+    """Documents as a model is tested on them: with its begin-of-text token, if it expects one."""
+    return PasskeyDocuments(tokenizer, begin_of_text(tokenizer))
 
 
 def grid_lengths(longest: int, shortest: int, count: int = 16) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,16 @@ class EvalResult:
             record["vs"] = {"model": self.baseline, "scores": baseline_scores}
         gates = [gate.to_json() for gate in self.gates]
         return record | {"gates": gates, "notes": list(self.notes)}
+
+
+def stored_scores(scores: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The scores of a record under the names of this version.
+
+    Before 0.2, `passkey_mean` was the mean over the whole grid, and had no context.
+    """
+    return [
+        {**score, "metric": "passkey_grid_mean"}
+        if score["metric"] == "passkey_mean" and "context" not in score["tags"]
+        else score
+        for score in scores
+    ]

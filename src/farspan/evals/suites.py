@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.data.passkey import SCORED, PasskeyDocuments
+from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
-from farspan.evals.passkey import Passkey, grid_lengths
+from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
 from farspan.evals.scores import Eval
 from farspan.lengths import doublings
@@ -31,7 +31,7 @@ class EvalConfig:
 
     lengths: Sequence[int] = ()  # default: doublings from the train length
     data: str | Path | Mapping[str, str | Path] | None = None  # one text, or several by name
-    mode: str = MODES[0]  # of perplexity: same, paper-a or yarn
+    mode: str | None = None  # of perplexity: same, paper-a or yarn
     metric: str = METRICS[0]  # of perplexity: ppl, or longppl beside it
     stride: int | None = None  # of perplexity: 256, or half the shortest length if that is less
     budget: int | None = None  # of perplexity: the most tokens to score
@@ -41,13 +41,13 @@ class EvalConfig:
     seed: int = 0  # of keys, needles and subsets
 
     def __post_init__(self):
-        if self.mode not in MODES:
+        if self.mode is not None and self.mode not in MODES:
             hint = suggest(self.mode, MODES)
             raise FarspanError(f"perplexity mode {self.mode!r} is unknown; {hint}")
         if self.metric not in METRICS:
             hint = suggest(self.metric, METRICS)
             raise FarspanError(f"perplexity metric {self.metric!r} is unknown; {hint}")
-        if self.metric == LONGPPL and self.mode != "same":
+        if self.metric == LONGPPL and self.mode not in (None, "same"):
             raise FarspanError(
                 f"longppl compares the same tokens at two lengths, and mode {self.mode} scores "
                 "others at each; choose --mode same"
@@ -72,6 +72,7 @@ class EvalPlan:
     lengths: tuple[int, ...]  # of perplexity and needles
     grid: tuple[int, ...]  # of passkeys
     contexts: tuple[int, ...]  # of LongBench and commonsense
+    context: int | None  # trained on, or extended to
     lengths_requested: bool  # by the user; else derived from the model
     texts: Mapping[str, str | Path] = field(default_factory=dict)
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL, if that is measured
@@ -127,9 +128,14 @@ Build = Callable[[EvalModel, EvalPlan], Eval]
 class Suite:
     builds: tuple[Build, ...]
     grid: int = 16  # number of passkey lengths
+    mode: str = MODES[0]  # of perplexity
     texts: tuple[str, ...] | None = None  # names that --data takes; None: any, for perplexity
     required: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()  # of SUITE_SETTINGS, those that it uses
+
+    def complete(self, config: EvalConfig) -> EvalConfig:
+        """The settings with this suite's mode of perplexity, if none was chosen."""
+        return replace(config, mode=config.mode or self.mode)
 
 
 def _read_texts(model: EvalModel, plan: EvalPlan, names: Sequence[str]) -> tuple[Text, ...]:
@@ -152,7 +158,7 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
         return Perplexity(
             texts,
             lengths,
-            config.mode,
+            config.mode or MODES[0],
             config.stride or min(STRIDE, min(lengths) // 2),
             config.budget,
             config.windows or windows,
@@ -166,14 +172,14 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
 def _passkey(depths: int, keys: int) -> Build:
     def build(model: EvalModel, plan: EvalPlan) -> Eval:
         if not plan.grid:
-            shortest = PasskeyDocuments(model.tokenizer).shortest_of(SCORED)
+            shortest = scored_documents(model.tokenizer).shortest_of(SCORED)
             raise FarspanError(
                 f"a passkey document has at least {shortest} tokens, and the position table of "
                 f"{model.name} has {model.max_positions} rows; choose a suite without passkeys, "
                 "for example perplexity"
             )
-        seed = plan.config.seed
-        grid = Passkey(plan.grid, depths, keys, seed, model.passkeys_in_training)
+        seed, trained = plan.config.seed, model.passkeys_in_training
+        grid = Passkey(plan.grid, depths, keys, seed, trained, plan.context)
         for cell in grid.cells()[:depths]:  # the shortest length is refused now if it is too short
             grid.documents(cell, model.tokenizer)
         return grid
@@ -217,6 +223,7 @@ SUITES = {
     ),
     "paper": Suite(
         (_perplexity(("pg19", "proofpile")), _passkey(10, 10), _longbench(5), _commonsense),
+        mode="paper-a",
         texts=("pg19", "proofpile", "longbench", "commonsense"),
         required=("pg19", "proofpile", "longbench"),
         settings=tuple(SUITE_SETTINGS),
@@ -280,10 +287,11 @@ def make_plan(
     model: EvalModel, suite: Suite, config: EvalConfig, texts: Mapping[str, str | Path]
 ) -> EvalPlan:
     """Resolve the lengths: those requested, or the defaults for this model."""
+    config, context = suite.complete(config), model.extended_length
     requested = tuple(sorted(set(config.lengths)))
     if requested:
         model.check_lengths(requested)
-        return EvalPlan(config, requested, requested, requested, True, texts)
+        return EvalPlan(config, requested, requested, requested, context, True, texts)
     if model.train_length is None:
         raise FarspanError(
             f"the config of {model.name} does not give its train length; add --lengths"
@@ -291,7 +299,7 @@ def make_plan(
     reach = model.extended_length or 0
     lengths = model.supported(doublings(model.train_length, max(2 * model.train_length, reach)))
     furthest = min(2 * reach, model.max_positions or 2 * reach)
-    shortest = PasskeyDocuments(model.tokenizer).shortest_of(SCORED)
+    shortest = scored_documents(model.tokenizer).shortest_of(SCORED)
     grid = model.supported(grid_lengths(furthest, shortest, suite.grid))
     model.check_lengths((*lengths, *grid))
-    return EvalPlan(config, lengths, grid, (reach,), False, texts)
+    return EvalPlan(config, lengths, grid, (reach,), context, False, texts)

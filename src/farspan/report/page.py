@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from farspan.evals.results import stored_scores
 from farspan.record import format_number
 from farspan.report.figures import running_mean, without_variants
 from farspan.report.style import COLORS
@@ -182,10 +183,10 @@ def _scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
 
     Runs with the same baseline share one entry for it, unless their scores differ.
     """
-    models = {run.name: list(run.record["scores"]) for run in runs}
+    models = {run.name: stored_scores(run.record["scores"]) for run in runs}
     for run in runs:
         if baseline := run.record.get("vs"):
-            name, scores = baseline["model"], baseline["scores"]
+            name, scores = baseline["model"], stored_scores(baseline["scores"])
             known = {_score_key(score): score["value"] for score in models.get(name, ())}
             if any(
                 known.get(_score_key(score), score["value"]) != score["value"] for score in scores

@@ -60,7 +60,7 @@ from farspan.model.loss import last_logits
 from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures, style
-from farspan.train.metadata import trained_with_passkeys
+from farspan.train.metadata import begin_of_text, trained_with_passkeys
 from farspan.train.sharding import processes
 
 FORMAT = 1  # of cells; raised whenever what a cell of any evaluation computes changes
@@ -169,6 +169,7 @@ class _EvalRun:
         suite, parsed = find_suite(name), [parse_gate(text) for text in gates]
         texts = named_texts(name, suite, config.data)
         check_unused_settings(name, config)
+        config = suite.complete(config)
         check_results_folder(out, "eval")
         _check_suite(out, name)
         return cls(name, suite, config, texts, parsed, out, progress, say)
@@ -352,6 +353,8 @@ def model_identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) 
         identity["scales"] = cell_key({"at": at, "tables": tables})
     identity["tokenizer"] = tokenizer_fingerprint(tokenizer)
     identity["begin and ends"] = f"{tokenizer.bos_token_id} {end_tokens(model, tokenizer)}"
+    if start := begin_of_text(tokenizer):  # else the keys of cells are those of earlier versions
+        identity["begin of text"] = str(start)
     return identity
 
 

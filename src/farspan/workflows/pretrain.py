@@ -24,7 +24,7 @@ from farspan.report import figures
 from farspan.train.checkpoint import copy_tensors, write_manifest
 from farspan.train.corpus import TrainingData, find_files
 from farspan.train.loop import StepCallback, StepMetrics
-from farspan.train.metadata import write_training_metadata
+from farspan.train.metadata import begin_of_text, write_training_metadata
 from farspan.train.pretrain import (
     FREE_KEYS,
     PretrainConfig,
@@ -226,7 +226,12 @@ def _write_model(
         )
         card = model_card(model, training_data, recipe, metrics, command)
         (new / "README.md").write_text(card, encoding="utf-8")
-        write_training_metadata(new, passkey_documents=recipe.data.passkey > 0)
+        write_training_metadata(
+            new,
+            passkey_documents=recipe.data.passkey > 0,
+            # Rows have no such token; a model that goes on keeps what it first learned.
+            begin_of_text=bool(recipe.from_ and begin_of_text(training_data.tokenizer)),
+        )
         write_manifest(new)
 
 
