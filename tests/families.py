@@ -241,6 +241,16 @@ FOREIGN = [
     ),
 ]
 FAMILIES = OURS + FOREIGN
+# ALiBi models that compute attention themselves, trained on 64 tokens by their configs: no scales
+# and no entropies, but losses and passkeys at any length.
+OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bloom": lambda: hf.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, seq_length=64
+    ),
+    "mpt": lambda: hf.MptConfig(
+        vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64
+    ),
+}
 
 
 def tokens(length: int = 24, batch: int = 2, seed: int = 1) -> torch.Tensor:

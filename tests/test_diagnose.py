@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import importlib.util
 import itertools
@@ -14,17 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import farspan
-from families import FAMILIES, SHAPE, Family, tokens
+from families import FAMILIES, OWN_ATTENTION, SHAPE, Family, tokens
 from farspan import cli
 from farspan.attention import seam
 from farspan.attention.entropy import EntropyByPosition
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
 from farspan.data.documents import Document, read_documents
+from farspan.data.tokens import train_tokenizer
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import Curves, measure_curves
 from farspan.diagnosis.knees import (
@@ -40,8 +43,10 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.lengths import parse_lengths, parse_scales
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
+from farspan.report.figures import diagnosis_figures, heads_by_layer, loss_and_entropy
 from farspan.workflows import diagnose as diagnose_workflow
 from farspan.workflows.diagnose import default_lengths, model_names
+from farspan.workflows.report import report
 
 # Losses.
 
@@ -499,8 +504,6 @@ def test_command_writes_a_record_and_figures(model_folder, tmp_path):
 def test_every_column_of_panels_has_tick_labels():
     from types import SimpleNamespace
 
-    from farspan.report.figures import heads_by_layer
-
     positions = np.arange(1.0, 129)
     curves = SimpleNamespace(
         positions=positions, length=128, heads={layer: np.ones((2, 128)) for layer in range(6)}
@@ -509,6 +512,22 @@ def test_every_column_of_panels_has_tick_labels():
     panels = heads_by_layer(diagnosis).axes
     labeled = [axes.xaxis.get_tick_params()["labelbottom"] for axes in panels[:6]]
     assert labeled == [False, False, True, True, True, True]
+
+
+def test_every_figure_of_entropy_has_its_bound():
+    """Wang 2024 draws ln i in Figure 10; no head can lie above it."""
+    positions = np.arange(2.5, 256, 4)
+    heads = {layer: np.stack((np.log(positions) / 2, np.ones(64))) for layer in range(2)}
+    curves = Curves(positions, np.ones(64), heads, windows=1, length=256, every=1)
+    diagnosis = assess("model", 64, curves, KneeRule(), without_positions=True)
+    figures = diagnosis_figures([diagnosis])
+    panels = {"loss_and_entropy": [1], "entropy_of_heads": [0], "heads_by_layer": [0, 1]}
+    assert set(figures) == set(panels)
+    for name, numbers in panels.items():
+        for number in numbers:
+            drawn = [line.get_ydata() for line in figures[name].axes[number].lines]
+            bounds = [values for values in drawn if np.array_equal(values, np.log(positions))]
+            assert len(bounds) == 1, name
 
 
 def test_json_has_the_documented_keys(model_folder):
@@ -702,3 +721,95 @@ def test_smollm2_has_its_loss_knee_between_9k_and_12k():
     (diagnosis,) = farspan.diagnose(weights, lengths=[1024, 16384], windows=2)
     assert diagnosis.train_length == 8192
     assert 9_000 <= diagnosis.loss_knee <= 12_000
+
+
+# Models that compute attention themselves.
+
+
+@pytest.fixture(scope="module")
+def own_attention(tmp_path_factory) -> Path:
+    """A BLOOM and an MPT model in folders, with a tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("own-attention")
+    tokenizer = train_tokenizer([next(iter(read_documents("python-docs"))).text[:20_000]], 300)
+    for name, config in OWN_ATTENTION.items():
+        torch.manual_seed(0)
+        shape = config()
+        shape.vocab_size = 300
+        hf.AutoModelForCausalLM.from_config(shape).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_loss_is_diagnosed_without_entropy(own_attention, tmp_path, name):
+    """By `max_seq_len` or `seq_length`, beyond which the model runs."""
+    (diagnosis,) = farspan.diagnose(
+        own_attention / name, lengths=[64, 256], windows=2, out=tmp_path / "out"
+    )
+    assert diagnosis.train_length == 64
+    assert diagnosis.curves.length == 256
+    model, tokenizer = farspan.load(own_attention / name)
+    windows = cut_windows(read_documents("python-docs"), tokenizer, 256, 2)
+    losses = torch.cat([token_losses(model, window[None]) for window in windows.ids]).mean(0)
+    loss = float(losses[240:].mean())
+    assert diagnosis.curves.loss[-16:].mean() == pytest.approx(loss, rel=0.02)
+    assert "entropy was not measured, because this model computes attention itself" in (
+        diagnosis.verdict
+    )
+    assert not diagnosis.curves.heads
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"loss_and_entropy"}
+    record = json.loads((tmp_path / "out" / "record.json").read_text())["models"][0]
+    assert record["entropy"] is None
+    assert record["entropy_knee"] is None
+    page = report([tmp_path / "out"], tmp_path / "page.html").read_text()
+    assert "Loss by position" in page
+    assert "Mean attention entropy" not in page
+
+
+def test_models_with_and_without_entropy_share_a_figure(own_attention, model_folder, tmp_path):
+    diagnoses = farspan.diagnose(
+        [own_attention / "bloom", model_folder], lengths=[96], windows=1, train_length=64
+    )
+    figure = loss_and_entropy(diagnoses)
+    above, below = figure.axes
+    assert [len(axes.lines) for axes in (above, below)][1] < len(above.lines)
+    assert set(diagnosis_figures(diagnoses)) == {
+        "loss_and_entropy",
+        "entropy_of_heads",
+        "heads_by_layer_2",
+    }
+
+
+def test_scales_are_refused_where_the_model_computes_attention_itself(own_attention):
+    with pytest.raises(FarspanError, match="does not call transformers' attention interface"):
+        farspan.diagnose(own_attention / "mpt", lengths=[64, 128], windows=1, scales=[1.2])
+
+
+def test_mpt_beyond_its_length_gives_what_a_longer_config_gives(own_attention, tmp_path):
+    """Inside its length, beyond it, and with a cache; the config stays as it is."""
+    model, _ = farspan.load(own_attention / "mpt")
+    longer = copy.deepcopy(hf.MptForCausalLM.from_pretrained(own_attention / "mpt")).eval()
+    longer.config.max_seq_len = longer.transformer.config.max_seq_len = 512
+    ids = torch.randint(300, (2, 200))
+    for length in (32, 64, 65, 200):
+        with torch.no_grad():
+            assert torch.equal(model(ids[:, :length]).logits, longer(ids[:, :length]).logits)
+            assert model.config.max_seq_len == 64
+    cache = hf.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :100], past_key_values=cache)
+        continued = model(ids[:, 100:], past_key_values=cache).logits
+        assert torch.allclose(continued, longer(ids).logits[:, 100:], atol=1e-5)
+    model.save_pretrained(tmp_path)
+    assert hf.AutoConfig.from_pretrained(tmp_path).max_seq_len == 64
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_perplexity_and_passkeys_beyond_the_train_length(own_attention, tmp_path, name):
+    """As for any model: from the train length on, and passkeys to twice of it or longer."""
+    result = farspan.evaluate(
+        own_attention / name, "quick", tmp_path / "out", stride=32, windows=2, data="python-docs"
+    )
+    lengths = [score.length for score in result.scores if score.metric == "ppl"]
+    assert lengths == [64, 128]
+    assert max(score.length for score in result.scores if score.metric == "passkey") > 128

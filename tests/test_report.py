@@ -408,6 +408,7 @@ def test_growing_scales_are_plotted_at_their_final_value():
         label="model",
         train_length=32,
         uniform=None,
+        heads=3,
         distracted_heads=[],
         loss_knee=None,
         entropy_knee=None,

@@ -117,7 +117,31 @@ def load(
         )
     _check_report(source, loaded, report)
     loaded = loaded.to(device).eval() if device else loaded.eval()
+    _lift_length_limit(loaded)
     return LoadedModel(loaded, _load_tokenizer(source, trust_remote_code))
+
+
+def _lift_length_limit(model: PreTrainedModel) -> None:
+    """Let MPT read more than `max_seq_len` tokens.
+
+    transformers makes its ALiBi biases for that many keys, and fails beyond. They depend on
+    distances alone, so more of them change nothing inside. The config is as it was after each pass.
+    """
+
+    def raise_limit(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        inputs: Any = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        past = kwargs.get("past_key_values")
+        keys = inputs.shape[1] + (past.get_seq_length() if past is not None else 0)
+        decoder.config.max_seq_len = max(limit, keys)
+
+    def restore(decoder: Any, args: tuple, output: Any) -> None:
+        decoder.config.max_seq_len = limit
+
+    for module in model.modules():
+        if isinstance(module, transformers.MptModel):
+            limit = module.config.max_seq_len
+            module.register_forward_pre_hook(raise_limit, with_kwargs=True)
+            module.register_forward_hook(restore, always_call=True)
 
 
 def _check_weights(source: str | Path) -> None:

@@ -15,10 +15,13 @@ from farspan.errors import FarspanError
 def config_train_length(config: PreTrainedConfig) -> int | None:
     """The length that the model was trained on, as far as its config says.
 
-    This is `max_position_embeddings`. The length that a rotation was scaled from (8,192 of Llama
-    3.1's 131,072) is not it: the model was trained beyond that.
+    This is `max_position_embeddings`, `max_seq_len` of MPT or `seq_length` of BLOOM. The length
+    that a rotation was scaled from (8,192 of Llama 3.1's 131,072) is not it: the model was trained
+    beyond that.
     """
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), None)
 
 
 def probe_or_none(model: PreTrainedModel) -> list[Layer] | None:

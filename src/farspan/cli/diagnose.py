@@ -135,6 +135,8 @@ def _table(diagnoses: Sequence[Diagnosis], lengths: Sequence[int]) -> Table:
             for knee in (diagnosis.loss_knee, diagnosis.entropy_knee)
         ]
         distracted = f"{len(diagnosis.distracted_heads)} of {diagnosis.heads}"
+        if not diagnosis.heads:  # entropy was not measured
+            knees[1] = distracted = "–"
         scale = "–" if diagnosis.suggested_scale is None else f"{diagnosis.suggested_scale:g}"
         table.add_row(escape(diagnosis.label), *losses, *knees, distracted, scale)
     if console.measure(table).maximum >= console.width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,15 +26,15 @@ class Curves:
 
     positions: np.ndarray  # [bins] bin centers
     loss: np.ndarray  # [bins] nats per token
-    heads: dict[int, np.ndarray]  # layer -> [heads, bins] entropy in nats
+    heads: dict[int, np.ndarray]  # layer -> [heads, bins] entropy in nats; empty: not measured
     windows: int
     length: int  # tokens per window
     every: int  # entropy is measured at every n-th query
 
     @property
     def entropy(self) -> np.ndarray:
-        """Mean over all heads of all layers, [bins]."""
-        return np.concatenate(list(self.heads.values())).mean(0)
+        """Mean over all heads of all layers, [bins]; empty if entropy was not measured."""
+        return np.concatenate(list(self.heads.values())).mean(0) if self.heads else np.empty(0)
 
     def loss_at(self, mark: int, *, train_length: int) -> float:
         """Mean loss over the quarter of the train length that ends at `mark`."""
@@ -84,11 +85,13 @@ def measure_curves(
     *,
     bins: int,
     every: int | None = None,
+    entropy: bool = True,
     name: str = "the model",
     after_window: Callable[[], None] = lambda: None,
 ) -> Curves:
     """Run the model once over each window of ids [windows, length]; memory is that of one window.
 
+    entropy: measure it, which needs a model that calls transformers' attention interface.
     Curves are finite: a NaN or infinite value raises an error that names the model, at the first
     window that has one.
     """
@@ -101,7 +104,7 @@ def measure_curves(
     bin_index = torch.arange(length - 1) * bins // length
     total = torch.zeros(bins, dtype=torch.float64)
     count = torch.bincount(bin_index, minlength=bins)
-    with seam.using(model, profile.fused_backend(model)):
+    with seam.using(model, profile.fused_backend(model)) if entropy else nullcontext():
         for window in ids:
             (losses,) = token_losses(model, window[None].to(model.device))
             check_losses(model, losses, name)
@@ -109,12 +112,12 @@ def measure_curves(
             after_window()
     edges = np.arange(bins + 1) * length / bins
     positions = (edges[:-1] + edges[1:] + 1) / 2
-    entropy = profile.entropy
-    _check_entropy(model, entropy, positions, name)
+    heads = profile.entropy if entropy else {}
+    _check_entropy(model, heads, positions, name)
     return Curves(
         positions=positions,
         loss=(total / (count * len(ids))).numpy(),
-        heads={layer: table.numpy() for layer, table in entropy.items()},
+        heads={layer: table.numpy() for layer, table in heads.items()},
         windows=len(ids),
         length=length,
         every=profile.every,

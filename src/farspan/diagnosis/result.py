@@ -37,7 +37,7 @@ class Diagnosis:
             "train_length": self.train_length,
             "positions": curves.positions.round(1).tolist(),
             "loss": _rounded(curves.loss),
-            "entropy": _rounded(curves.entropy),
+            "entropy": _rounded(curves.entropy) if curves.heads else None,
             "entropy_of_every": curves.every,
             "windows": curves.windows,
             "bound": _rounded(np.log(curves.positions)),

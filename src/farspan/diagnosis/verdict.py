@@ -38,7 +38,9 @@ def assess(
     positions, entropy = curves.positions, curves.entropy
     width = rule.smoothing * train_length
     loss_knee = find_knee(positions, curves.loss, train_length, rule, rising=False)
-    entropy_knee = find_knee(positions, entropy, train_length, rule, rising=True)
+    entropy_knee = None
+    if curves.heads:
+        entropy_knee = find_knee(positions, entropy, train_length, rule, rising=True)
     coincide = None
     if loss_knee is not None and entropy_knee is not None:
         coincide = abs(loss_knee - entropy_knee) <= train_length / 4
@@ -59,7 +61,7 @@ def assess(
         suggested_scale=suggested,
         verdict="",
         smooth_loss=smooth(positions, curves.loss, width),
-        smooth_entropy=smooth(positions, entropy, width),
+        smooth_entropy=smooth(positions, entropy, width) if curves.heads else entropy,
         scales=scales,
         uniform=uniform,
     )
@@ -101,6 +103,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
     longest, train_length = diagnosis.curves.length, diagnosis.train_length
     loss_knee, entropy_knee = diagnosis.loss_knee, diagnosis.entropy_knee
     as_trained = diagnosis.scales is None and diagnosis.uniform is None
+    if not diagnosis.heads:
+        return _verdict_without_entropy(diagnosis)
     if loss_knee is None and entropy_knee is None:
         factor = f"{longest / train_length:.3g} × the train length"
         return f"Loss and entropy follow their trends up to {longest:,} tokens, {factor}."
@@ -120,6 +124,16 @@ def _verdict(diagnosis: Diagnosis) -> str:
     distracted = f"{len(diagnosis.distracted_heads)} of {diagnosis.heads} heads are distracted"
     advice = _advice(diagnosis.suggested_scale, longest) if as_trained else ""
     return f"{start}, {entropy}: {distracted}{advice}."
+
+
+def _verdict_without_entropy(diagnosis: Diagnosis) -> str:
+    place, verb = diagnosis.loss_knee, "leaves its trend at"
+    if place is None:
+        place, verb = diagnosis.curves.length, "follows its trend up to"
+    return (
+        f"Loss {verb} {place:,} tokens, {place / diagnosis.train_length:.2f} × the train length; "
+        "entropy was not measured, because this model computes attention itself."
+    )
 
 
 def _advice(suggested_scale: float | None, longest: int) -> str:

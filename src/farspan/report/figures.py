@@ -28,18 +28,18 @@ from farspan.report.style import (
     set_position_axis,
 )
 
+BOUND = "upper bound: ln n"
 Cell = dict[str, Any]  # the results of one model, method, factor and seed of a study
 
 
 def diagnosis_figures(diagnoses: Sequence[Diagnosis]) -> dict[str, Figure]:
     """Every figure that these diagnoses have the data for, by file name."""
-    figures = {
-        "loss_and_entropy": loss_and_entropy(diagnoses),
-        "entropy_of_heads": entropy_of_heads(diagnoses),
-    }
+    figures = {"loss_and_entropy": loss_and_entropy(diagnoses)}
+    if with_entropy := [diagnosis for diagnosis in diagnoses if diagnosis.heads]:
+        figures["entropy_of_heads"] = entropy_of_heads(with_entropy)
     for number, diagnosis in enumerate(diagnoses, 1):
         suffix = f"_{number}" if len(diagnoses) > 1 else ""
-        if diagnosis.uniform is None:  # a sweep would have too many
+        if diagnosis.uniform is None and diagnosis.heads:  # a sweep would have too many
             figures[f"heads_by_layer{suffix}"] = heads_by_layer(diagnosis)
         if diagnosis.scales is not None and np.ptp(_scales_at_end(diagnosis)) > 0:
             figures[f"scale_against_entropy{suffix}"] = scale_against_entropy(diagnosis)
@@ -49,14 +49,17 @@ def diagnosis_figures(diagnoses: Sequence[Diagnosis]) -> dict[str, Figure]:
 def loss_and_entropy(diagnoses: Sequence[Diagnosis]) -> Figure:
     """Loss above entropy by position, with their knees. (Wang 2024, Figures 1, 2 and 4)"""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 6.2), layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True)
+        panels = 2 if any(diagnosis.heads for diagnosis in diagnoses) else 1
+        figure = Figure(figsize=(7.5, 3.1 * panels), layout="constrained")
+        above, *below = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
         for diagnosis, color in zip(diagnoses, _model_colors(diagnoses), strict=True):
             curves = diagnosis.curves
-            for axes, knee, raw, values in (
-                (above, diagnosis.loss_knee, curves.loss, diagnosis.smooth_loss),
-                (below, diagnosis.entropy_knee, curves.entropy, diagnosis.smooth_entropy),
-            ):
+            drawn = [(above, diagnosis.loss_knee, curves.loss, diagnosis.smooth_loss)]
+            if diagnosis.heads:
+                drawn.append(
+                    (below[0], diagnosis.entropy_knee, curves.entropy, diagnosis.smooth_entropy)
+                )
+            for axes, knee, raw, values in drawn:
                 if len(diagnoses) <= 2:
                     axes.plot(curves.positions, raw, color=color, lw=0.5, alpha=0.35)
                 axes.plot(curves.positions, values, color=color, lw=1.8, label=diagnosis.label)
@@ -64,26 +67,24 @@ def loss_and_entropy(diagnoses: Sequence[Diagnosis]) -> Figure:
                     height = float(np.interp(knee, curves.positions, values))
                     axes.plot(knee, height, "o", ms=6, mfc="white", mec=color, mew=1.6, zorder=5)
         first = diagnoses[0].curves
-        below.plot(
-            first.positions,
-            np.log(first.positions),
-            color=GRAY,
-            lw=1.2,
-            ls=":",
-            label="uniform attention: ln n",
-        )
-        for axes in (above, below):
+        for axes in below:
+            (bound,) = _draw_bound(axes, first.positions)
+            axes.set_ylabel("entropy (nats, mean of heads)")
+            axes.legend([bound], [BOUND], loc="lower right", fontsize=9)
+        for axes in (above, *below):
             mark_train_length(axes, {diagnosis.train_length for diagnosis in diagnoses})
             set_position_axis(axes, first.length)
         above.set_ylabel("loss (nats per token)")
-        below.set_ylabel("entropy (nats, mean of heads)")
-        below.set_xlabel("position (tokens); a ring marks the knee")
+        (above, *below)[-1].set_xlabel("position (tokens); a ring marks the knee")
         figure.legend(
             *above.get_legend_handles_labels(), loc="outside upper left", fontsize=9, ncols=4
         )
-        lines, labels = below.get_legend_handles_labels()
-        below.legend(lines[-1:], labels[-1:], loc="lower right", fontsize=9)
     return figure
+
+
+def _draw_bound(axes: Axes, positions: np.ndarray) -> list[Any]:
+    """ln n, the entropy of uniform attention to n keys, which no head exceeds."""
+    return axes.plot(positions, np.log(positions), color=INK, lw=1.0, ls="--", zorder=3)
 
 
 def entropy_of_heads(diagnoses: Sequence[Diagnosis]) -> Figure:
@@ -96,12 +97,13 @@ def entropy_of_heads(diagnoses: Sequence[Diagnosis]) -> Figure:
             depth_color = mpl.colormaps["viridis"].resampled(len(curves.heads))
             for order, table in enumerate(curves.heads.values()):
                 axes.plot(curves.positions, table.T, color=depth_color(order), lw=0.7, alpha=0.8)
-            axes.plot(curves.positions, np.log(curves.positions), color=GRAY, lw=1.2, ls=":")
+            (bound,) = _draw_bound(axes, curves.positions)
             axes.set_title(diagnosis.label, loc="left")
             axes.set_ylabel("entropy (nats)")
             mark_train_length(axes, {diagnosis.train_length})
             set_position_axis(axes, curves.length)
         panels[-1].set_xlabel("position (tokens)")
+        figure.legend([bound], [BOUND], loc="outside upper right", fontsize=9)
         last = max(len(diagnosis.curves.heads) for diagnosis in diagnoses) - 1
         shades = mpl.cm.ScalarMappable(mpl.colors.Normalize(0, last), "viridis")
         ticks = sorted({0, last // 2, last})
@@ -112,7 +114,10 @@ def entropy_of_heads(diagnoses: Sequence[Diagnosis]) -> Figure:
 
 
 def heads_by_layer(diagnosis: Diagnosis) -> Figure:
-    """All heads, one panel per layer; distracted heads in orange. (Wang 2024, Figure 10)"""
+    """All heads and the bound ln n, one panel per layer; distracted heads in orange.
+
+    (Wang 2024, Figure 10)
+    """
     curves = diagnosis.curves
     columns = min(4, len(curves.heads))
     rows = -(-len(curves.heads) // columns)
@@ -124,9 +129,10 @@ def heads_by_layer(diagnosis: Diagnosis) -> Figure:
             for head, values in enumerate(table):
                 color = COLORS[1] if (layer, head) in distracted else COLORS[0]
                 axes.plot(curves.positions, values, color=color, lw=0.8, alpha=0.9)
+            (bound,) = _draw_bound(axes, curves.positions)
             axes.set_title(f"layer {layer}", loc="left", fontsize=9)
             mark_train_length(axes, {diagnosis.train_length}, label=False)
-            set_position_axis(axes, curves.length)
+            set_position_axis(axes, curves.length, ticks=4)
         hide_unused_panels(panels, len(curves.heads), columns)
         figure.supxlabel("position (tokens)", fontsize=10)
         figure.supylabel("entropy (nats)", fontsize=10)
@@ -134,6 +140,7 @@ def heads_by_layer(diagnosis: Diagnosis) -> Figure:
         if distracted:
             title = f"{len(distracted)} distracted heads in orange"
         figure.suptitle(f"{diagnosis.label}: {title}", fontsize=11)
+        figure.legend([bound], [BOUND], loc="outside lower right", fontsize=9)
     return figure
 
 

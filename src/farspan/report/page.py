@@ -82,11 +82,14 @@ def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
         ]
     lengths = {model["train_length"] for model in models if model["train_length"]}
     for key, title in (("loss", "Loss by position"), ("entropy", "Mean attention entropy")):
-        lines = [trace for n, model in enumerate(models) for trace in _curve(model, key, n)]
-        yield plot(lines, title, "position (tokens)", "nats", marks=lengths)
+        measured = [(n, model) for n, model in enumerate(models) if model[key] is not None]
+        lines = [trace for n, model in measured for trace in _curve(model, key, n)]
+        if lines:
+            yield plot(lines, title, "position (tokens)", "nats", marks=lengths)
     yield table(["model", "verdict"], [[model["model"], model["verdict"]] for model in models])
     for model in models:
-        if length := model["train_length"]:
+        length = model["train_length"]
+        if length and model["entropy_by_head"]:
             growth = {
                 int(layer): [
                     curve[-1] - float(np.interp(length, model["positions"], curve))

@@ -71,9 +71,9 @@ def hide_unused_panels(panels: np.ndarray, used: int, columns: int) -> None:
         axes.tick_params(labelbottom=True)
 
 
-def set_position_axis(axes: Axes, length: int) -> None:
-    """An x axis of positions from 0, with at most eight ticks at multiples of a power of two."""
-    step = 2 ** int(np.ceil(np.log2(length / 8)))
+def set_position_axis(axes: Axes, length: int, ticks: int = 8) -> None:
+    """An x axis of positions from 0, with at most so many ticks at multiples of a power of two."""
+    step = 2 ** int(np.ceil(np.log2(length / ticks)))
     axes.set_xlim(0, length)
     axes.xaxis.set_major_locator(MultipleLocator(step))
     axes.xaxis.set_major_formatter(

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.model_facts import config_train_length
+from farspan.attention.model_facts import config_train_length, probe_or_none
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
@@ -171,8 +171,8 @@ def _diagnose_scale(
 ) -> Diagnosis:
     model, longest = subject.model, cut.ids.shape[1]
     label = subject.name if value is None else f"{subject.name} λ̂={value:g}"
-    layers = probe(model)
-    if value is not None:
+    layers = probe_or_none(model) if value is None else probe(model)
+    if value is not None and layers is not None:
         seam.install(
             model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads)
         )
@@ -181,7 +181,14 @@ def _diagnose_scale(
     advance = progress(label, len(cut.ids))
     try:
         with _model_errors(subject.source, longest):
-            curves = measure_curves(model, cut.ids, bins=bins, name=label, after_window=advance)
+            curves = measure_curves(
+                model,
+                cut.ids,
+                bins=bins,
+                entropy=layers is not None,
+                name=label,
+                after_window=advance,
+            )
     finally:
         if value is not None:
             seam.remove_scales(model)
@@ -191,7 +198,7 @@ def _diagnose_scale(
         train_length,
         curves,
         rule,
-        without_positions=any(layer.position == "none" for layer in layers),
+        without_positions=any(layer.position == "none" for layer in layers or ()),
         scales=patch.scales if patch else None,
         uniform=value,
         unscaled_loss=unscaled_loss,
