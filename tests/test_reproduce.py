@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import multiprocessing
 import shutil
@@ -23,8 +24,15 @@ from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import best_scales, method_losses
-from farspan.report.study_tables import loss_table, mean_at, paired_table, study_report
+from farspan.report.study_tables import (
+    benchmark_table,
+    loss_table,
+    mean_at,
+    paired_table,
+    study_report,
+)
 from farspan.report.style import save
+from farspan.train.metadata import write_training_metadata
 from farspan.workflows import reproduce as reproduce_workflow
 from farspan.workflows.reproduce import reproduce, summarize
 from farspan.workflows.reproduce_study import ReproduceStudy, list_cells, read_study
@@ -629,3 +637,125 @@ def _run_study(study: str, out: Path) -> tuple[list[str], list[dict]]:
     torch.set_num_threads(1)
     messages: list[str] = []
     return messages, reproduce(study, [], out, say=messages.append)
+
+
+# Benchmarks.
+
+ITEMS = {
+    "arc_challenge/test": {"query": "Question: What?\nAnswer:", "choices": ["a", "b"], "gold": 0},
+    "arc_easy/test": {"query": "Question: What?\nAnswer:", "choices": ["a", "b"], "gold": 0},
+    "boolq/val": {"passage": "A stone is old.", "question": "is a stone old", "answer": True},
+    "hellaswag/val": {
+        "activity_label": "Stones",
+        "ctx_a": "A stone",
+        "ctx_b": "it",
+        "endings": ["falls", "sings", "reads", "eats"],
+        "label": "0",
+    },
+    "openbookqa/test": {"query": "A stone is", "choices": ["a", "b"], "gold": 1},
+    "piqa/val": {"goal": "Clean a stone", "sol1": "with water", "sol2": "with fire", "label": 0},
+    "winogrande/val": {
+        "sentence": "The stone broke the glass because the _ was hard.",
+        "option1": "stone",
+        "option2": "glass",
+        "answer": "1",
+    },
+}
+BENCHMARKS = [
+    "benchmarks.passkey_lengths=3",
+    "benchmarks.longbench=bench/longbench.jsonl",
+    "benchmarks.beams=2",
+    "benchmarks.commonsense=bench",
+    'methods.nope-twin=["none", "uniform"]',
+    "grids=[]",
+    "passkeys=1",
+]
+
+
+@pytest.fixture
+def bench(tiny) -> Path:
+    """A study of a model with train length 128, and one item of every benchmark task."""
+    torch.manual_seed(0)
+    config = FarspanForCausalLM.from_pretrained(tiny / "model").config
+    config.max_position_embeddings = 128
+    FarspanForCausalLM(config).save_pretrained(tiny / "model")
+    write_training_metadata(tiny / "model", passkey_documents=False)
+    folder = tiny / "data" / "bench"
+    for name, item in ITEMS.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / f"{name}.jsonl").write_text(json.dumps(item) + "\n")
+    prompts = [
+        {"dataset": task, "context": "A stone.", "input": "What?", "answers": ["stone"]}
+        for task in ("qasper", "trec")
+    ]
+    lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+    (folder / "longbench.jsonl").write_text(lines)
+    return tiny
+
+
+def test_benchmarks_are_columns_that_resume(bench, monkeypatch):
+    """Every row is measured in its own context; other data or settings are measured again."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(reproduce_workflow, "save", lambda figure, path: drawn.append(path.name))
+    study, out, drawn = str(bench / "study.toml"), bench / "out", []
+    results = reproduce(study, BENCHMARKS, out)
+    for result, context in zip(results, (128, 256), strict=True):
+        scores = [score for score in result["scores"] if score["eval"] != "passkey"]
+        assert {score["length"] for score in scores} == {context}
+        assert {score["eval"] for score in scores} == {"longbench", "commonsense"}
+        lengths = [s["length"] for s in result["scores"] if s["metric"] == "passkey"]
+        assert len(lengths) == 3
+        assert max(lengths) == 2 * context
+        beams = {score["tags"]["beams"] for score in scores if score["eval"] == "longbench"}
+        assert beams == {2}
+        passkeys = [score for score in result["scores"] if score["eval"] == "passkey"]
+        assert {score["tags"]["trained_on_passkeys"] for score in passkeys} == {"no"}
+    assert drawn == ["loss", "passkeys"]
+    text = (out / "tables.md").read_text()
+    assert "| perplexity, pg19_test_a | passkeys | LongBench | commonsense |" in text
+    (average,) = (
+        s["value"]
+        for s in results[1]["scores"]
+        if (s["eval"], s["metric"]) == ("commonsense", "average")
+    )
+    header, rows = benchmark_table(results)
+    assert header[-3:] == ["passkeys", "LongBench", "commonsense"]
+    assert rows[1][1:3] == ["uniform", "2×"]
+    assert rows[1][-1] == f"{100 * average:.1f}"
+    assert " | ".join(rows[1]) in text
+    by_task = text.partition("## LongBench by task")[2].partition("## Scales")[0]
+    assert "| qasper | trec | average |" in by_task
+    assert f"| {' | '.join(name.partition('/')[0] for name in ITEMS)} | average |" in by_task
+    messages: list[str] = []
+    assert reproduce(study, BENCHMARKS, out, say=messages.append) == results
+    assert not messages, "nothing is measured twice"
+    file = bench / "data" / "bench" / "piqa" / "val.jsonl"
+    file.write_text(json.dumps(ITEMS["piqa/val"] | {"label": 1}) + "\n")
+    reproduce(study, BENCHMARKS, out, say=messages.append)
+    assert len(messages) == 2, "other items"
+
+
+def test_studies_without_benchmarks_keep_their_cells(tiny, finished):
+    """The settings of benchmarks are not part of a cell that has none."""
+    cells = [json.loads(file.read_text()) for file in finished.out.glob("cells/*.json")]
+    assert not any("benchmarks" in cell["description"]["settings"] for cell in cells)
+    assert "Benchmarks" not in (finished.out / "tables.md").read_text()
+
+
+def test_benchmarks_that_cannot_run_are_refused_before_training(bench, monkeypatch):
+    monkeypatch.setattr(
+        reproduce_workflow, "find_or_train_model", lambda *args: pytest.fail("a model is trained")
+    )
+    study, out = str(bench / "study.toml"), bench / "out"
+    with pytest.raises(FarspanError, match=r"missing.jsonl was not found; give LongBench's"):
+        reproduce(study, [*NONE_ONLY, "benchmarks.longbench=missing.jsonl"], out)
+    monkeypatch.setattr(importlib.metadata, "version", raise_missing_package)
+    with pytest.raises(FarspanError, match=r"commonsense.* pip install 'farspan\[harness\]'"):
+        reproduce(study, [*NONE_ONLY, "benchmarks.commonsense=bench"], out)
+    with pytest.raises(FarspanError, match="benchmarks.beams is 0; choose 1 or more"):
+        reproduce(study, ["benchmarks.beams=0"], out)
+    assert not out.exists()
+
+
+def raise_missing_package(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)

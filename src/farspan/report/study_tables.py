@@ -9,6 +9,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from farspan.diagnosis.curves import mean_before
+from farspan.evals.scores import Score
 from farspan.lab.ranking import Table
 
 Cell = dict[str, Any]  # the results of one model, method, factor and seed
@@ -26,6 +27,11 @@ def study_report(cells: Sequence[Cell], grids: Sequence[dict[str, Any]]) -> str:
     for text in cells[0].get("same_tokens", {}):
         title = f"Loss on {text} minus the loss as trained at the train length, on the same tokens"
         parts.append((title, paired_table(cells, text)))
+    if any("scores" in cell for cell in cells):
+        parts.append(("Benchmarks, in the context of each row", benchmark_table(cells)))
+        for name, title in (("longbench", "LongBench"), ("commonsense", "Commonsense")):
+            if (by_task := task_table(cells, name))[1]:
+                parts.append((f"{title} by task", by_task))
     parts.append(("Scales, knees and entropy", heads_table(cells)))
     if grids:
         parts.append(("The best λ̂ by position: 1 + slope · ln s", law_table(grids)))
@@ -115,6 +121,77 @@ def heads_table(cells: Sequence[Cell]) -> Table:
         mean_entropy = f"{np.mean(entropy):.2f}{_spread(entropy)}"
         rows.append([*names, scales, *knees, mean_entropy, _rank_correlation(group)])
     return header, rows
+
+
+# eval and metric of a score -> its column; numbers are shown in percent, as in Wang 2024
+BENCHMARKS = {
+    ("passkey", "passkey_mean"): ("passkeys", 100),
+    ("longbench", "average"): ("LongBench", 1),
+    ("commonsense", "average"): ("commonsense", 100),
+}
+
+
+def benchmark_table(cells: Sequence[Cell]) -> Table:
+    """Perplexity at the context of each row and means of its benchmarks (Wang 2024, Table 4)."""
+    texts = list(cells[0]["loss"])
+    measured = {
+        (score["eval"], score["metric"]) for cell in cells for score in cell.get("scores", ())
+    }
+    columns = {key: column for key, column in BENCHMARKS.items() if key in measured}
+    header = ["model", "method", "for", *(f"perplexity, {text}" for text in texts)]
+    rows = []
+    for names, group in _grouped(cells):
+        context = max(group[0]["target"], group[0]["train_length"])
+        row = [
+            f"{np.exp(np.mean([mean_at(cell, cell['loss'][text], context) for cell in group])):.1f}"
+            for text in texts
+        ]
+        for key, (_, unit) in columns.items():
+            values = [unit * score["value"] for score in _scores(group, *key)]
+            row.append(f"{np.mean(values):.1f}{_spread(values)}" if values else "")
+        rows.append([*names, *row])
+    return [*header, *(name for name, _ in columns.values())], rows
+
+
+def task_table(cells: Sequence[Cell], name: str) -> Table:
+    """Each task of LongBench or commonsense and their average (Wang 2024, Tables 3 and 1).
+
+    Commonsense tasks show acc_norm where they have it, and acc elsewhere.
+    """
+    unit = 100 if name == "commonsense" else 1
+    rows: list[list[str]] = []
+    tasks: dict[str, list[float]] = {}
+    for names, group in _grouped(cells):
+        by_task: dict[str, list[float]] = {}
+        for cell in group:
+            scores = [score for score in cell.get("scores", ()) if score["eval"] == name]
+            # acc_norm stands after acc, and replaces it
+            values = {score["tags"]["task"]: score["value"] for score in scores}
+            for task, value in values.items():
+                by_task.setdefault(task, []).append(unit * value)
+        if by_task:
+            tasks = tasks or by_task
+            rows.append([*names, *(f"{np.mean(by_task[task]):.1f}" for task in tasks)])
+    return ["model", "method", "for", *tasks], rows
+
+
+def passkey_scores(cells: Sequence[Cell]) -> dict[str, list[Score]]:
+    """The scores of a passkey heatmap for each model and method; of several seeds, the first."""
+    heatmaps = {}
+    for names, group in _grouped(cells):
+        scores = [Score(**score) for score in group[0].get("scores", ())]
+        if any(score.metric == "passkey_at_depth" for score in scores):
+            heatmaps[" ".join(filter(None, names))] = scores
+    return heatmaps
+
+
+def _scores(group: Sequence[Cell], evaluation: str, metric: str) -> list[Cell]:
+    return [
+        score
+        for cell in group
+        for score in cell.get("scores", ())
+        if (score["eval"], score["metric"]) == (evaluation, metric)
+    ]
 
 
 def law_table(grids: Sequence[dict[str, Any]]) -> Table:

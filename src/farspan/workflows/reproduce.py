@@ -60,12 +60,14 @@ from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import losses_by_context
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
-from farspan.report.figures import Figure, best_scales, method_losses
-from farspan.report.study_tables import study_report, summary_line
+from farspan.report.figures import Figure, best_scales, method_losses, passkey_heatmap
+from farspan.report.study_tables import passkey_scores, study_report, summary_line
 from farspan.report.style import save
 from farspan.train.loop import StepMetrics
 from farspan.train.search_text import is_mixture, search_text, text_files
+from farspan.workflows.evaluate import passkeys_in_training
 from farspan.workflows.pretrain import pretrain, read_recipe
+from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
 from farspan.workflows.reproduce_study import (
     GridCell,
     ReproduceStudy,
@@ -200,6 +202,8 @@ def _write_report(
     figures: dict[str, Figure] = {"loss": method_losses(measured)}
     if grids:
         figures["scales"] = best_scales(grids)
+    if heatmaps := passkey_scores(measured):
+        figures["passkeys"] = passkey_heatmap(heatmaps, measured[0]["train_length"])
     for name, figure in figures.items():
         save(figure, out / name)
     return measured
@@ -217,6 +221,8 @@ def _result_line(result: Result) -> str:
 def _describe(texts: StudyTexts, cell: AnyCell, folder: Path) -> dict[str, Any]:
     """Everything that the result of a cell depends on."""
     shared = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
+    if texts.benchmark_sources and isinstance(cell, StudyCell):
+        shared["benchmarks"] = texts.benchmark_sources
     return {**asdict(cell), **shared, "weights": texts.weight_hashes(folder)}
 
 
@@ -227,6 +233,8 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
     settings = {name: value for name, value in asdict(study).items() if name not in excluded}
     if not study.same_tokens:  # as before there was such a setting
         del settings["same_tokens"]
+    if study.benchmarks == StudyBenchmarks():
+        del settings["benchmarks"]
     return json.loads(json.dumps(settings))
 
 
@@ -359,6 +367,7 @@ class StudyTexts:
                 text_files(path, self.study.folder)
             except FarspanError as error:
                 raise type(error)(f"{file} cannot be read: {error}") from None
+        _ = self.benchmark_sources
 
     def check_long_enough(self, model: str, tokenizer: Any, length: int) -> None:
         """Refuse a text that has no document as long as the longest window to cut from it."""
@@ -381,6 +390,10 @@ class StudyTexts:
                 raise type(error)(
                     f"{key} names {file}, which cannot be used for {model}: {error}"
                 ) from None
+
+    @cached_property
+    def benchmark_sources(self) -> list[Any]:
+        return self.study.benchmarks.sources(self.study.path)
 
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
@@ -414,7 +427,18 @@ def _measure_cell(
         prefer_cudnn(),
         torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"),
     ):
-        return result | _measure(texts, cell, model, tokenizer, length)
+        result |= _measure(texts, cell, model, tokenizer, length)
+        if texts.study.benchmarks != StudyBenchmarks():
+            result["scores"] = benchmark_scores(
+                texts.study.benchmarks,
+                texts.study.path,
+                model,
+                tokenizer,
+                result["target"],
+                keys=texts.study.passkeys,
+                trained=passkeys_in_training(folder),
+            )
+        return result
 
 
 def _fit(

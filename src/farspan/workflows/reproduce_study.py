@@ -23,6 +23,7 @@ from farspan.train.checkpoint import checkpoint_name
 from farspan.train.corpus import data_folder
 from farspan.train.search_text import find_mixture, is_mixture, overlapping
 from farspan.workflows.pretrain import read_recipe
+from farspan.workflows.reproduce_benchmarks import StudyBenchmarks
 
 RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "study"
 
@@ -53,6 +54,7 @@ class ReproduceStudy:
     grid_low: float = 0.8
     grid_high: float = 2.6
     extension: ExtendConfig = field(default_factory=ExtendConfig)
+    benchmarks: StudyBenchmarks = field(default_factory=StudyBenchmarks)
 
     def __post_init__(self):
         self._check_lists()
