@@ -256,3 +256,4 @@ def test_untrained_rows_of_a_position_table_are_reported(tmp_path):
 def test_inspect_describes_growing_scales_at_the_target():
     (note, *_) = farspan.inspect("swan-twin").warnings
     assert "min 1.520, mean 1.520, max 1.520 at 16,384 keys, growing by the basis `log`" in note
+    assert note.partition("; ")[0].endswith("`log` as base·(1 + 0.15·basis) in all heads")

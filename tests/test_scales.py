@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
-from farspan.attention.scales import BASES, Scales
+from farspan.attention.scales import BASES, RelativeScales, Scales
 from farspan.errors import FarspanError
 
 ONE = torch.ones(1, 1)
@@ -29,6 +30,8 @@ def test_bases_are_the_published_schedules(n: int, length: int):
     )
     assert at("ln", n, 0, 0.43, 0) == pytest.approx(0.43 * math.log(n), rel=1e-5)
     assert at("step", n, 1, 0.5, length) == (1.5 if n > length else 1.0)
+    position = get_llama_4_attn_scale(torch.tensor([[n - 1]]), 0.1, length).item()
+    assert at("floor-position", n, 1, 0.1, length) == pytest.approx(position, rel=1e-5)
 
 
 @settings(deadline=None)
@@ -49,6 +52,29 @@ def test_scales_broadcast_over_visible_keys():
     assert scales.at(torch.ones(4, 7)).shape == (2, 3, 4, 7)
     assert torch.equal(scales.row(1).base, scales.base[1:])
     assert scales.row(1).layers == (5,)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 5, width=32), st.sampled_from(sorted(set(BASES) - {"constant"})))
+def test_relative_scales_are_those_with_one_rate(rate: float, basis: str):
+    base = 0.5 + torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    relative = RelativeScales((0, 1, 4), base, torch.full_like(base, rate), basis, 8)
+    n = torch.tensor([0.0, 1, 7, 8, 9, 16, 17, 100])
+    absolute = relative.absolute()
+    assert type(absolute) is Scales
+    assert torch.allclose(relative.at(n), absolute.at(n), rtol=1e-6)
+    assert type(relative.row(1)) is RelativeScales
+    assert torch.equal(relative.row(1).at(n), relative.at(n)[1:2])
+    assert absolute.rate == pytest.approx(rate, rel=1e-6)
+
+
+def test_different_rates_are_not_one():
+    base = torch.tensor([[1.0, 2.0]])
+    assert Scales((0,), base).rate is None
+    assert Scales((0,), base, torch.tensor([[0.1, 0.2]]), "log", 8).rate == pytest.approx(0.1)
+    assert Scales((0,), base, torch.tensor([[0.1, 0.1]]), "log", 8).rate is None
+    assert Scales((0,), base, torch.tensor([[0.1, 0.20001]]), "log", 8).rate is None
+    assert Scales((0,), base, 0 * base, "log", 8).rate == 0
 
 
 BAD = {

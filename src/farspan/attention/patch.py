@@ -26,8 +26,9 @@ from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import new_folder, read_json, read_tensors, write_json
 
-# A layout needs format 2; other patches are written as format 1, which older releases read.
-FORMAT, LAYOUT_FORMAT = 1, 2
+# A layout needs format 2 and scales that count positions need 3; other patches are written as
+# format 1, which older releases read.
+FORMAT, LAYOUT_FORMAT, POSITION_FORMAT = 1, 2, 3
 POSITIVE_ROPE_PARAMETERS = (
     "factor",
     "rope_theta",
@@ -142,7 +143,7 @@ class Patch:
     def describe(self) -> dict[str, Any]:
         """The patch as JSON, with its tables summarized."""
         description: dict[str, Any] = {
-            "format": FORMAT if self.layout is None else LAYOUT_FORMAT,
+            "format": self._format(),
             "method": self.method,
             "target": self.target,
             "train_length": self.train_length,
@@ -168,6 +169,11 @@ class Patch:
             description["weights"] = sorted(self.weights)
         return description
 
+    def _format(self) -> int:
+        if self.scales is not None and self.scales.basis == "floor-position":
+            return POSITION_FORMAT
+        return FORMAT if self.layout is None else LAYOUT_FORMAT
+
     @classmethod
     def load(cls, folder: Path) -> Patch:
         """Load a saved patch; a damaged folder raises an error that names the damage."""
@@ -175,10 +181,10 @@ class Patch:
         record = read_json(folder / "patch.json")
         if "format" not in record:
             raise corrupt_patch(folder, "its patch.json names no format")
-        if record["format"] not in (FORMAT, LAYOUT_FORMAT):
+        if record["format"] not in range(FORMAT, POSITION_FORMAT + 1):
             raise FarspanError(
                 f"{folder / 'patch.json'} has format {record['format']!r}, but this farspan reads "
-                f"{FORMAT} and {LAYOUT_FORMAT}; upgrade farspan, or fit the patch again"
+                f"{FORMAT} to {POSITION_FORMAT}; upgrade farspan, or fit the patch again"
             )
         try:
             return cls._read(folder, record)

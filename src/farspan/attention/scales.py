@@ -21,9 +21,12 @@ BASES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "constant": lambda n, length: torch.zeros_like(n),
     "log": lambda n, length: (n / length).log().clamp(min=0),  # max(0, ln(n/L))
     "step": lambda n, length: (n > length).to(n.dtype),  # 1 beyond L
-    "floor": lambda n, length: (n / length).floor().log1p(),  # ln(1 + ⌊n/L⌋)
+    "floor": lambda n, length: (n / length).floor().log1p(),  # ln(1 + ⌊n/L⌋): Llama 4's
+    # ln(1 + ⌊p/L⌋) at position p = n − 1: Ministral 3's
+    "floor-position": lambda n, length: ((n - 1).clamp(min=0) / length).floor().log1p(),
     "ln": lambda n, length: n.clamp(min=1).log(),  # ln n
 }
+SHARED_TOLERANCE = 1e-6  # of a rate that float32 tables of base and slope hold
 NEEDS_LENGTH = tuple(name for name in BASES if name not in ("constant", "ln"))
 
 
@@ -49,6 +52,15 @@ class Scales:
     @property
     def constant(self) -> bool:
         return self.slope is None
+
+    @property
+    def rate(self) -> float | None:
+        """The r of λ̂(n) = base·(1 + r·basis(n)) if all heads share it, as in stock classes."""
+        if self.slope is None:
+            return None
+        rates = (self.slope.detach().double() / self.base.detach().double()).flatten()
+        rate = float(rates.mean())
+        return rate if bool(((rates - rate).abs() <= SHARED_TOLERANCE * abs(rate)).all()) else None
 
     def row(self, index: int) -> Scales:
         """The scales of one layer: a table of one row that shares this table's storage."""
@@ -125,3 +137,20 @@ class Scales:
                 f"{lowest[layer, head]:.3g} between 2 and {target_length} keys; scales must stay "
                 "above 0, so raise its base or lower the target"
             )
+
+
+class RelativeScales(Scales):
+    """λ̂(n) = base·(1 + slope·basis(n)): a slope relative to its base, for a search that shares it.
+
+    No patch holds these; `absolute` gives the table that it saves.
+    """
+
+    def at(self, n: Tensor) -> Tensor:
+        assert self.slope is not None
+        shape = (*self.base.shape, *(1,) * n.ndim)
+        basis = BASES[self.basis](n.to(self.base.dtype), self.length)
+        return self.base.reshape(shape) * (1 + self.slope.reshape(shape) * basis)
+
+    def absolute(self) -> Scales:
+        assert self.slope is not None
+        return Scales(self.layers, self.base, self.base * self.slope, self.basis, self.length)

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,6 +38,11 @@ from farspan.model.config import FULL, FarspanConfig
 from farspan.model.transformer import FarspanForCausalLM
 
 SMOLLM3_SHAPED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, SmolLM3ForCausalLM)
+STOCK_CLASSES: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {
+    SmolLM3Config: SmolLM3ForCausalLM,
+    Llama4TextConfig: Llama4ForCausalLM,
+    Ministral3Config: Ministral3ForCausalLM,
+}
 ADDED_ROTATION = {"rope_type": "default", "rope_theta": THETA}
 # Rotation that is none. float32 loses angles below 2^-25 beside 1, and with this factor those of
 # 2^35 tokens are smaller. The lowest frequencies are still normal float32 numbers, about 1e-27.
@@ -108,14 +118,18 @@ def config_with_layout(model: PreTrainedModel, layout: ConfigLayout) -> PreTrain
     )
 
 
-def model_with_config(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of this config with the weights of another one that is not on the seam."""
-    model_class = SmolLM3ForCausalLM if isinstance(config, SmolLM3Config) else type(model)
+def model_with_config(
+    model: PreTrainedModel, config: PreTrainedConfig, weights: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """A model of this config with the weights of another one that is not on the seam.
+
+    weights: those of the other model, where the new one has other names for them.
+    """
     with torch.device(model.device):
-        new = model_class(config).to(model.dtype)
-    weights = dict(model.state_dict())
+        new = STOCK_CLASSES.get(type(config), type(model))(config).to(model.dtype)
+    weights = dict(model.state_dict() if weights is None else weights)
     for name, weight in new.state_dict().items():
-        # SmolLM3 has a bias on all four projections or on none, Qwen2 on three of them.
+        # Stock classes have a bias on all four projections or on none, Qwen2 on three of them.
         if name.endswith("o_proj.bias") and name not in weights:
             weights[name] = torch.zeros_like(weight)
     new.load_state_dict(weights)
@@ -156,19 +170,23 @@ def _farspan_config(config: FarspanConfig, layout: ConfigLayout) -> FarspanConfi
     return FarspanConfig.from_dict(values)
 
 
-def _smollm3_config(model: PreTrainedModel, layout: ConfigLayout) -> SmolLM3Config:
+def shape_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What the config of a model with the modules of a SmolLM3 says, except positions."""
     config = model.config
-    shared = {key: getattr(config, key) for key in SHARED if key != "head_dim"}
+    return {
+        **{key: getattr(config, key) for key in SHARED if key != "head_dim"},
+        "head_dim": head_dim(config),
+        "hidden_act": config.hidden_act,
+        "attention_bias": model.model.layers[0].self_attn.q_proj.bias is not None,
+        "attention_dropout": config.attention_dropout,
+        "mlp_bias": getattr(config, "mlp_bias", False),
+    }
+
+
+def _smollm3_config(model: PreTrainedModel, layout: ConfigLayout) -> SmolLM3Config:
     return smollm3_config(
-        {
-            **shared,
-            "head_dim": head_dim(config),
-            "hidden_act": config.hidden_act,
-            "attention_bias": model.model.layers[0].self_attn.q_proj.bias is not None,
-            "attention_dropout": config.attention_dropout,
-            "mlp_bias": getattr(config, "mlp_bias", False),
-        },
-        layout.rope(config.rope_parameters),
+        shape_of(model),
+        layout.rope(model.config.rope_parameters),
         layout.positions,
         layout.windows,
         layout.window(),

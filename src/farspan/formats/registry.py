@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,9 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention import seam
 from farspan.attention.patch import Patch, set_rope
+from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.formats.fold import fold
 from farspan.formats.gguf import FILE, read_gguf, write_gguf
+from farspan.formats.growth import check_growth, model_with_growth
 from farspan.formats.layout import ConfigLayout, config_with_layout, model_with_config
 from farspan.formats.live import save_model, write_live
 from farspan.formats.peft import read_peft, write_peft
@@ -42,6 +44,18 @@ class ExportJob:
     @property
     def has_layout(self) -> bool:
         return self.patch is not None and self.patch.layout is not None
+
+    @property
+    def growing_scales(self) -> Scales | None:
+        scales = self.patch.scales if self.patch is not None else None
+        return None if scales is None or scales.constant else scales
+
+    def without_growth(self) -> ExportJob:
+        """The job with the bases of growing scales alone, which are constant."""
+        assert self.patch is not None
+        assert self.patch.scales is not None
+        bases = Scales(self.patch.scales.layers, self.patch.scales.base)
+        return replace(self, patch=replace(self.patch, scales=bases))
 
     def fold_scales(self) -> PreTrainedModel:
         """Take the model off the seam, and fold its scales into its weights."""
@@ -91,7 +105,12 @@ def _write_folded(job: ExportJob, folder: Path) -> None:
 
 
 def _write_stock(job: ExportJob, folder: Path) -> None:
-    save_model(_stock_model(job), job.tokenizer, folder)
+    if (growing := job.growing_scales) is None:
+        model = _stock_model(job)
+    else:
+        check_growth(growing)  # before the work of folding
+        model = model_with_growth(_stock_model(job.without_growth()), growing)
+    save_model(model, job.tokenizer, folder)
 
 
 def _write_peft(job: ExportJob, folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 `headlog` is farspan's own: λ̂(n) = a + b·ln⁺(n/L), two numbers per head, which costs less loss
 at short context. The constraint a ≥ 1, b ≥ 0 projects the float32 parameters after every step.
+With one growth for all heads (`search.shared`) it is the formula of a stock class instead.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,8 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.patch import Patch
-from farspan.attention.scales import Scales
+from farspan.attention.probe import probe
+from farspan.attention.scales import BASES, RelativeScales, Scales
 from farspan.data.recall import recall_rows
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, lowest_loss, scaled_loss
@@ -44,6 +46,7 @@ class SearchConfig:
     init: float = 0.0  # 0: the best uniform λ̂
     beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
     repeats: float = 0.0  # share of the windows with spans that stand twice
+    shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
     def __post_init__(self):
@@ -73,17 +76,34 @@ def headscale(model: PreTrainedModel, job: FitJob, search: SearchConfig | None =
 
 
 def headlog(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = None) -> Patch:
-    """λ̂(n) = a + b·ln⁺(n/L) per head.
+    """λ̂(n) = a + b·ln⁺(n/L) per head; with `search.shared` a·(1 + r·basis(n)), one r for all.
 
-    The search starts from a = 1 and the b that gives the best uniform λ̂ at the target.
+    The search starts from a = 1 and the b that gives the best uniform λ̂ at the target. A shared
+    search starts from that λ̂ at any length: a step at L from 1 to more would break the model.
     """
     search = search or SearchConfig()
     search = replace(search, lr=tuple(lr / 2 for lr in search.lr))  # two numbers move one scale
-    log_factor = math.log(job.target / job.train_length)
-    slope = ((search.init or best_uniform(model, job, search)) - 1) / log_factor
-    table = torch.full((len(job.layers), job.heads), max(0.0, slope))
-    scales = Scales(job.layers, torch.ones_like(table), table, "log", job.train_length)
-    return _search(model, job, search, "headlog", scales)
+    start = search.init or best_uniform(model, job, search)
+    ones, length = torch.ones(len(job.layers), job.heads), job.train_length
+    if not search.shared:
+        slope = max(0.0, (start - 1) / _basis_at(job.target, "log", length))
+        scales = Scales(job.layers, ones, slope * ones, "log", length)
+        return _search(model, job, search, "headlog", scales)
+    basis = _stock_basis(model, job.layers)
+    relative = RelativeScales(job.layers, start * ones, 0 * ones, basis, length)
+    patch = _search(model, job, search, "headlog", relative)
+    assert isinstance(patch.scales, RelativeScales)
+    return replace(patch, scales=patch.scales.absolute())
+
+
+def _stock_basis(model: PreTrainedModel, layers: Sequence[int]) -> str:
+    """Ministral 3 counts positions and rotates every layer; Llama 4 counts keys where none does."""
+    rotary = all(layer.position == "rope" for layer in probe(model) if layer.index in layers)
+    return "floor-position" if rotary else "floor"
+
+
+def _basis_at(n: int, basis: str, length: int) -> float:
+    return float(BASES[basis](torch.tensor(float(n)), length))
 
 
 def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> float:
@@ -113,16 +133,19 @@ class ScaledModel(nn.Module):
     def __init__(self, model: PreTrainedModel, start: Scales):
         super().__init__()
         self.base = nn.Parameter(start.base.clone().to(model.device))
-        self.slope = (
-            None if start.slope is None else nn.Parameter(start.slope.clone().to(model.device))
-        )
+        self.shared = isinstance(start, RelativeScales)
+        self.slope = None
+        if start.slope is not None:  # one number if it is shared, else a table
+            slope = start.slope[:1, :1] if self.shared else start.slope
+            self.slope = nn.Parameter(slope.clone().to(model.device))
         self.use_bf16 = False  # for matrix products
         self._model = (model,)  # a tuple hides it from nn.Module
         self._start = start
 
     @property
     def scales(self) -> Scales:
-        return replace(self._start, base=self.base, slope=self.slope)
+        slope = None if self.slope is None else self.slope.expand_as(self.base)
+        return replace(self._start, base=self.base, slope=slope)
 
     def forward(self, ids: Tensor) -> Tensor:
         with prefer_cudnn(), torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_bf16):
@@ -146,7 +169,8 @@ class ScaledModel(nn.Module):
         """Clamp to λ̂ ≥ 1 for any number of keys; unconstrained, to λ̂ > 0 for up to `length`."""
         self.base.clamp_(min=1.0 if constraint else MIN_SCALE)
         if self.slope is not None:
-            lowest = (MIN_SCALE - self.base) / math.log(length / self._start.length)
+            base = torch.ones_like(self.slope) if self.shared else self.base
+            lowest = (MIN_SCALE - base) / _basis_at(length, self._start.basis, self._start.length)
             self.slope.clamp_(min=torch.zeros_like(lowest) if constraint else lowest)
 
 

@@ -130,6 +130,8 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "continue": ("tuning",),
     "auto": ("search", "tune", "tuning", "swan"),  # which of them depends on the model
 }
+# Settings that fewer methods use than their part.
+SETTING_USERS = {"search.shared": ("headlog", "auto")}
 
 
 def parse_methods(method: str) -> list[str]:
@@ -178,7 +180,7 @@ def check_unused_settings(
         setting = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         users = methods_using(key, names)
         if not users:
-            others = ", ".join(name for name, parts in METHOD_SETTINGS.items() if part in parts)
+            others = ", ".join(methods_using(key, [*METHOD_SETTINGS]))
             raise FarspanError(
                 f"{method} does not use {setting}; remove it, or choose a method that does: "
                 f"{others}"
@@ -192,7 +194,9 @@ def check_unused_settings(
 
 def methods_using(key: str, names: Sequence[str]) -> list[str]:
     """Those of the methods that use a setting."""
-    return [name for name in names if key.partition(".")[0] in METHOD_SETTINGS[name]]
+    part = key.partition(".")[0]
+    users = [name for name in names if part in METHOD_SETTINGS[name]]
+    return [name for name in users if name in SETTING_USERS.get(key, users)]
 
 
 def _changed_settings(config: ExtendConfig, default: ExtendConfig) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError, ProofError
 from farspan.files import check_absent, new_folder, write_text
 from farspan.formats.fold import LogitProof, compare_logits, logits
+from farspan.formats.growth import describe_growth
 from farspan.formats.layout import describe_config
 from farspan.formats.registry import FORMATS, ExportJob
 from farspan.loading import find_patch, load, resolve_device
@@ -197,7 +198,7 @@ def _model_card(job: ExportJob, result: ExportResult, config: PreTrainedConfig) 
         "",
         f"Runs in: {export_format.engines}.",
         "",
-        *([note, ""] if (note := _describe_layout(job, result, config)) else []),
+        *([note, ""] if (note := _describe_stock(job, result, config)) else []),
         "```",
         export_format.usage.format(folder=result.folder.name),
         "```",
@@ -234,8 +235,13 @@ def _model_card(job: ExportJob, result: ExportResult, config: PreTrainedConfig) 
     return "\n".join(lines)
 
 
-def _describe_layout(job: ExportJob, result: ExportResult, config: PreTrainedConfig) -> str:
-    return describe_config(config) if job.has_layout and result.format == "stock" else ""
+def _describe_stock(job: ExportJob, result: ExportResult, config: PreTrainedConfig) -> str:
+    """What is special about the config of a stock checkpoint."""
+    if result.format != "stock":
+        return ""
+    if job.growing_scales is not None:
+        return describe_growth(config)
+    return describe_config(config) if job.has_layout else ""
 
 
 def _describe_model(job: ExportJob) -> list[str]:

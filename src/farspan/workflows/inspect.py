@@ -157,7 +157,10 @@ def _scale_statistics(patch: Patch) -> str:
     spread = f"min {values.min():.3f}, mean {values.mean():.3f}, max {values.max():.3f}"
     if patch.scales.constant:
         return spread
-    return f"{spread} at {patch.target:,} keys, growing by the basis `{patch.scales.basis}`"
+    rate = patch.scales.rate
+    shared = "" if rate is None else f" as base·(1 + {rate:.3g}·basis) in all heads"
+    growth = f"growing by the basis `{patch.scales.basis}`{shared}"
+    return f"{spread} at {patch.target:,} keys, {growth}"
 
 
 def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Inspection:
