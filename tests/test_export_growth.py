@@ -279,6 +279,7 @@ FITTING = {
     "smollm3": "Llama4ForCausalLM",
     "farspan-rope": "Ministral3ForCausalLM",
     "llama": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",  # its windows are shorter than L, so nothing grows
 }
 
 
@@ -306,7 +307,7 @@ def test_what_headlog_shares_becomes_stock_or_is_refused(family: Family, tmp_pat
             farspan.export(tmp_path / "patch", tmp_path / "out", "stock")
         assert {path.name for path in tmp_path.iterdir()} == {"base", "patch"}
         return
-    assert abs(patch.scales.rate) > 0.01
+    assert patch.scales.constant == (family.name == "mistral")
     done = farspan.export(tmp_path / "patch", tmp_path / "out", "stock")
     assert max(proof.max_abs_logit for proof in done.proofs.values()) < TOLERANCE
     assert done.proofs["beyond"].tokens > 0

@@ -153,4 +153,6 @@ class RelativeScales(Scales):
 
     def absolute(self) -> Scales:
         assert self.slope is not None
+        if not self.slope.any():
+            return Scales(self.layers, self.base)
         return Scales(self.layers, self.base, self.base * self.slope, self.basis, self.length)
