@@ -540,7 +540,7 @@ def test_the_share_sets_the_number_of_global_layers(share, chosen):
     }
 
 
-@pytest.mark.parametrize(("period", "expected"), [(0, f"rope:{LENGTH // 4}"), (24, "rope:24")])
+@pytest.mark.parametrize(("period", "expected"), [(0, f"rope:{LENGTH // 2}"), (24, "rope:24")])
 def test_global_layers_keep_their_fast_dimensions(period, expected, fitted_logits):
     model = build("llama")
     before = snapshot(model)
@@ -879,7 +879,7 @@ def test_swan_extends_a_bundled_model(tmp_path):
     assert record["distillation"] == run
     assert [cost["layer"] for cost in record["layer_costs"]] == [0, 1, 2, 3, 4, 5]
     entries = list(record["layout"].values())
-    assert sorted(entries) == ["rope/16"] * 4 + ["rope:128"] * 2
+    assert sorted(entries) == ["rope/16"] * 4 + ["rope:256"] * 2
     assert record["choice"].startswith("layers ")
     patch = json.loads((tmp_path / "swan" / "patch.json").read_text())
     assert (patch["format"], patch["layout"]) == (2, record["layout"])

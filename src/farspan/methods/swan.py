@@ -61,7 +61,7 @@ class SwanConfig:
     global_share: float = 0.25  # of the layers, that see all keys
     layers: str = "measured"  # where the global layers are: measured, or even (at equal distances)
     rotation: str = "fast"  # of global layers: fast (dimensions up to max_period) or none
-    max_period: int = 0  # of the dimensions that global layers rotate, in tokens; 0: L/4
+    max_period: int = 0  # of the dimensions that global layers rotate, in tokens; 0: L/2
     spacing: int = 2  # measured layers are at least this far apart
     measured_rows: int = 8  # windows of text that layers are measured on
     tokens: int = 32_000_000  # of distillation
@@ -111,8 +111,8 @@ class SwanConfig:
     def global_layout(self, layer: Layer, train_length: int) -> LayerLayout:
         if self.rotation == "none" or layer.position == "none":
             return LayerLayout(False)
-        # Dimensions that make four full turns within the train length had every angle often.
-        return LayerLayout(True, max_period=self.max_period or max(MIN_PERIOD, train_length // 4))
+        # Dimensions that make two full turns within the train length had every angle often.
+        return LayerLayout(True, max_period=self.max_period or max(MIN_PERIOD, train_length // 2))
 
     def window_for(self, train_length: int) -> int:
         window = self.window or max(MIN_WINDOW, min(MAX_WINDOW, train_length // 4))
