@@ -3,6 +3,7 @@
     python benchmarks/search.py                 # the table of docs/performance.md
     python benchmarks/search.py --length 4096
     python benchmarks/search.py --profile       # GPU time of one step by kind of kernel
+    python benchmarks/search.py --model small-nope/model --to 2048 --data TEXT   # how long a search
 
 A 1.1B model without positions, random weights in bf16, batch 1, gradients of 704 scales only.
 `ours` is the step that `farspan extend` takes: scales on the attention seam, frozen weights,
@@ -10,6 +11,12 @@ compiled layers, no L×V logits, no checkpointing. `plain` is the obvious implem
 transformers' Llama on SDPA with gradient checkpointing, scales as parameters that multiply the
 output of each q_proj, and the loss from labels. Both alternate in one process; times are medians
 between synchronizations. The gradient is compared with float32 at a shorter length.
+
+With --model, two searches run from start to end: the 200 steps of Wang 2024, with one learning
+rate, and the default, which ends at a plateau. Their scales are compared by the loss on windows
+that neither has read. Random weights have no scale to find. So the second ratio, for windows of
+--length tokens at the 1.1B shape, has the counts of these searches, and the times of one window
+there, forward alone and with its gradient.
 """
 
 from __future__ import annotations
@@ -17,26 +24,40 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from shapes import SHAPE, SMALL
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from farspan.attention import seam
+from farspan.attention.model_facts import config_train_length
+from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
-from farspan.methods.headscale import ScaledModel
+from farspan.loading import load_with_tokenizer, upcast_small_model
+from farspan.methods.headscale import (
+    VALIDATED,
+    ScaledModel,
+    SearchConfig,
+    headlog,
+    headscale,
+)
+from farspan.methods.job import FitJob, scaled_loss
+from farspan.methods.registry import make_fit_job
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers
+from farspan.train.search_text import split_text
+
+MAX_DIFFERENCE = 0.005  # nats of the scales of two searches that count as equal
 
 
-def ours(
-    shape: dict, device: str, dtype: torch.dtype
-) -> tuple[Callable[[Tensor], None], nn.Parameter]:
+def make_ours(shape: dict, device: str, dtype: torch.dtype) -> ScaledModel:
     torch.manual_seed(0)
     with torch.device(device):
         # Rounded to bf16 first, so that both precisions have the same weights.
@@ -50,6 +71,13 @@ def ours(
     seam.install(model, scaled.scales)
     if device == "cuda" and dtype == torch.bfloat16:
         compile_layers(model)
+    return scaled
+
+
+def ours(
+    shape: dict, device: str, dtype: torch.dtype
+) -> tuple[Callable[[Tensor], None], nn.Parameter]:
+    scaled = make_ours(shape, device, dtype)
     return lambda ids: scaled(ids).backward(), scaled.base
 
 
@@ -155,6 +183,117 @@ def gradient_cosine(shape: dict, length: int, device: str) -> float:
     return float(torch.nn.functional.cosine_similarity(*gradients, dim=0))
 
 
+@dataclass
+class Search:
+    """What a search computed, and where it ended."""
+
+    seconds: float
+    steps: int
+    gradients: int  # windows whose gradient was computed
+    forwards: int  # windows whose loss alone was computed, of the target length
+    loss: float  # on the report split
+    scales: Scales
+
+    def cost(self, gradient: float, forward: float) -> float:
+        return self.gradients * gradient + self.forwards * forward
+
+
+def compare_searches(options: argparse.Namespace, device: str) -> dict[str, Search]:
+    model, tokenizer = load_with_tokenizer(options.model, device=device)
+    model = upcast_small_model(model)
+    layers = probe(model)
+    length = config_train_length(model.config)
+    reference = SearchConfig(steps=options.steps, lr=(0.1,))
+    lengths = {"search": round(reference.beyond * options.to), "choose": options.to}
+    limits = {"search": reference.most_windows, "choose": 8, "report": 8}
+    splits = split_text(options.data, tokenizer, {**lengths, "report": options.to}, limits, length)
+    texts = splits["search"].ids, splits["choose"].ids
+    job = make_fit_job(model, layers, options.to, length, *texts)
+    warmup = SearchConfig(steps=2, lr=(0.1,), init=1.0)  # compiles kernels
+    timed_search(model, replace(job, details={}), warmup, options.method)
+    results = {}
+    for name, config in ((f"{options.steps} steps", reference), ("default", SearchConfig())):
+        search = timed_search(model, replace(job, details={}), config, options.method)
+        search.loss = scaled_loss(model, splits["report"].ids, search.scales)
+        results[name] = search
+    return results
+
+
+def timed_search(model: PreTrainedModel, job: FitJob, config: SearchConfig, method: str) -> Search:
+    losses = []  # that choose a start: `progress` is told of each
+
+    def count_losses(label: str, steps: int) -> Callable[..., None]:
+        return lambda *note: losses.append(note) if label in ("uniform", "start") else None
+
+    synchronize(model.device.type)
+    start = time.perf_counter()
+    fit = {"headscale": headscale, "headlog": headlog}[method]
+    scales = fit(model, replace(job, progress=count_losses), config).scales
+    synchronize(model.device.type)
+    seconds = time.perf_counter() - start
+    (done,) = job.details["searches"]
+    per_start = VALIDATED if not config.steps else len(job.choose)
+    forwards = per_start * len(losses) + VALIDATED * len(done["choose_losses"])
+    gradients = done["steps"] * done["batch"]
+    return Search(seconds, done["steps"], gradients, forwards, math.nan, scales)
+
+
+def window_times(shape: dict, length: int, target: int, rounds: int, device: str) -> list[float]:
+    """Seconds of the gradient of one search window, and of the loss of one window of the target."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    scaled = make_ours(shape, device, dtype)
+    ids = torch.randint(shape["vocab_size"], (1, length), device=device)
+
+    def step(ids: Tensor) -> None:
+        scaled(ids).backward()
+
+    def forward(ids: Tensor) -> None:
+        scaled.validation_loss(ids)
+
+    medians = []
+    for call, rows in ((step, ids), (forward, ids[:, :target])):
+        for _ in range(2):
+            timed(call, rows, device)
+        medians.append(statistics.median(timed(call, rows, device) for _ in range(rounds)))
+    return medians
+
+
+def report_searches(options: argparse.Namespace, shape: dict, device: str) -> dict:
+    searches = compare_searches(options, device)
+    print("            steps  windows   seconds      loss")
+    for name, search in searches.items():
+        windows = search.gradients + search.forwards
+        print(
+            f"{name:>10} {search.steps:>6} {windows:>8} {search.seconds:>9.1f} {search.loss:>9.4f}"
+        )
+    reference, default = searches.values()
+    difference = default.loss - reference.loss
+    reached = difference <= MAX_DIFFERENCE
+    ratio = default.seconds / reference.seconds
+    times = window_times(
+        shape, options.length, round(options.length / 1.125), options.rounds, device
+    )
+    shape_ratio = default.cost(*times) / reference.cost(*times)
+    print(
+        f"the default search ends {difference:+.4f} nats from the other, "
+        f"{'within' if reached else 'NOT within'} {MAX_DIFFERENCE}, in {ratio:.2f} of its time"
+    )
+    print(
+        f"with the same counts on windows of {options.length:,} tokens at "
+        f"{shape['hidden_size']} x {shape['num_hidden_layers']}: {shape_ratio:.2f}"
+    )
+    return {
+        "searches": {
+            name: {key: value for key, value in vars(search).items() if key != "scales"}
+            for name, search in searches.items()
+        },
+        "difference": difference,
+        "within": reached,
+        "ratio": ratio,
+        "ratio_of_shape": shape_ratio,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=18_432)
@@ -163,6 +302,11 @@ def main() -> None:
         "--small", action="store_true", help="a few layers, to test the script without a GPU"
     )
     parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel only")
+    parser.add_argument("--model", help="time whole searches on this model instead of steps")
+    parser.add_argument("--to", type=int, help="with --model: their target")
+    parser.add_argument("--data", default="python-docs/search", help="with --model: their text")
+    parser.add_argument("--method", choices=("headscale", "headlog"), default="headscale")
+    parser.add_argument("--steps", type=int, default=200, help="of the search to compare with")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,6 +316,11 @@ def main() -> None:
             parser.error("--profile needs a GPU, and none was found; run it on a machine with one")
         for kind, spent in profiled(shape, options.length).items():
             print(f"{kind:>16} {spent:>7.1f} ms")
+        return
+    if options.model:
+        results = report_searches(options, shape, device)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
         return
     rows = speed(shape, options.length, options.rounds, device)
     print("        ms / step    tokens/s     GiB")

@@ -315,6 +315,18 @@ def test_what_headlog_shares_becomes_stock_or_is_refused(family: Family, tmp_pat
     assert config["architectures"] == [FITTING[family.name]]
 
 
+def test_a_shared_search_ends_at_a_plateau_and_refuses_to_start_from_scales():
+    model = next(family for family in FAMILIES if family.name == "farspan-none").build()
+    ids = tokens(40, batch=4)
+    job = make_fit_job(model, probe(model), 2 * FLOOR, FLOOR, ids, ids[:, : 2 * FLOOR])
+    scales = headlog(model, job, SearchConfig(shared=True)).scales
+    assert scales.base.std() > 0
+    assert 0 < job.details["searches"][0]["steps"] < 200
+    job = replace(job, start=scales, start_name="patch")
+    with pytest.raises(FarspanError, match="shared=true cannot start from the scales of patch"):
+        headlog(model, job, SearchConfig(shared=True))
+
+
 # What is refused
 
 

@@ -44,6 +44,7 @@ from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import fit_log, full_grid, slope_interval, uniform
 from farspan.model.loss import mean_loss, token_losses
 from farspan.report import style
+from farspan.train.loop import PlateauRule
 from farspan.train.steps import EagerSteps
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows.extend import extend
@@ -315,6 +316,152 @@ def test_resumed_search_gives_the_same_scales(tmp_path):
         model, replace(job, progress=job_for(model).progress), replace(QUICK, save_every=1)
     )
     assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
+
+
+PLATEAU = SearchConfig(batch=2, micro_batch=2, warmup=1, init=1.2, save_every=1)
+
+
+def details_of(job) -> dict:
+    (search,) = job.details["searches"]
+    return search
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_a_search_cools_down_and_ends_when_the_choose_split_gains_nothing(
+    method, applied_updates, monkeypatch
+):
+    losses = iter([3.0, 2.0, 1.999, 1.998, 1.0])
+    monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    method(model, job, PLATEAU)
+    rates = [update["lr"] / (0.2 if method is headscale else 0.1) for update in applied_updates]
+    assert rates[:20] == pytest.approx([1.0] * 20)
+    assert rates[20:] == pytest.approx([0.1 + 0.9 * left / 11 for left in range(10, 0, -1)])
+    assert next(losses) == 1.0, "nothing is validated after the plateau"
+    search = details_of(job)
+    assert (search["steps"], search["choose_losses"]) == (30, [3.0, 2.0, 1.999, 1.998])
+    assert search["end"] == (
+        "after 30 steps: the loss on the choose split fell by less than 0.02 nats in 10 steps"
+    )
+
+
+def test_a_search_that_gains_to_the_end_takes_the_most_steps(applied_updates, monkeypatch):
+    monkeypatch.setattr(headscale_module, "MAX_STEPS", 12)
+    losses = iter([3.0, 2.0])
+    monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    headscale(model, job, PLATEAU)
+    assert len(applied_updates) == 12
+    assert applied_updates[-1]["lr"] == pytest.approx(0.2 * (0.1 + 0.9 / 11)), "it cools down too"
+    assert details_of(job)["end"].startswith("after 12 steps, the limit")
+
+
+def test_the_plateau_is_judged_on_the_choose_split_under_the_scales_of_the_search(monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    scaled = headscale_module.ScaledModel(model, job.uniform(1.3))
+    seam.install(model, scaled.scales)
+    loss = scaled.validation_loss(job.choose)
+    seam.remove_scales(model)
+    assert loss == pytest.approx(scaled_loss(model, job.choose, job.uniform(1.3)), abs=1e-6)
+    assert loss != pytest.approx(scaled_loss(model, job.choose, job.uniform(1.0)), abs=1e-6)
+    seen = []
+    monkeypatch.setattr(
+        headscale_module.ScaledModel,
+        "validation_loss",
+        lambda self, windows: seen.append(windows) or 1.0,
+    )
+    headscale(model, job, PLATEAU)
+    assert seen
+    assert all(torch.equal(windows, job.choose) for windows in seen)
+
+
+@pytest.mark.parametrize("stopped", [3, 5, 14, 16])
+def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(
+    tmp_path, stopped, monkeypatch
+):
+    monkeypatch.setattr(headscale_module, "PlateauRule", lambda: PlateauRule(min_gain=0.05))
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    uninterrupted = headlog(model, job, PLATEAU)
+    assert details_of(job)["steps"] < 40, "it plateaus, so that the law says something"
+
+    def stop(label, steps):
+        taken = []
+
+        def advance(count=1, note=""):
+            taken.append(count)
+            if len(taken) == stopped:
+                raise KeyboardInterrupt
+
+        return advance
+
+    killed = job_for(model, folder=tmp_path, progress=stop, details={})
+    with pytest.raises(KeyboardInterrupt):
+        headlog(model, killed, PLATEAU)
+    again = replace(killed, progress=job.progress)
+    resumed = headlog(model, again, PLATEAU)
+    assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
+    assert torch.equal(uninterrupted.scales.slope, resumed.scales.slope)
+    assert details_of(again) == details_of(job)
+
+
+def test_a_number_of_steps_is_the_search_of_wang_2024():
+    ours, paper = SearchConfig().resolve(True), SearchConfig(steps=200).resolve(True)
+    assert (paper.steps, paper.batch, paper.warmup, paper.lr) == (200, 8, 20, (0.1, 0.05))
+    assert (paper.repeats, paper.plateau) == (0, None)
+    assert (ours.steps, ours.plateau) == (200, PlateauRule())
+    plan = SearchConfig(batch=3, lr=(0.2,), warmup=0, repeats=0.0).resolve(True)
+    assert (plan.batch, plan.lr, plan.warmup) == (3, (0.2,), 0)
+    assert plan.repeats == 0
+
+
+def test_repeated_spans_are_for_models_with_nope_layers():
+    assert SearchConfig().resolve(True).repeats > 0
+    assert SearchConfig().resolve(False).repeats == 0
+    for name, expected in (("farspan-none", True), ("farspan-swan", True), ("llama", False)):
+        model = BY_NAME[name].build()
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        job = registry.make_fit_job(model, probe(model), 16, 8, ids, ids)
+        assert job.has_nope is expected, name
+
+
+@pytest.mark.parametrize("method", [headscale, headlog])
+def test_the_default_search_starts_from_the_model_as_trained(method, monkeypatch):
+    starts = []
+    original = headscale_module.ScaledModel.__init__
+
+    def record(self, model, start) -> None:
+        starts.append(start)
+        original(self, model, start)
+
+    monkeypatch.setattr(headscale_module.ScaledModel, "__init__", record)
+    model = BY_NAME["farspan-none"].build()
+    method(model, job_for(model), replace(PLATEAU, init=0.0))
+    assert float(starts[0].at(torch.tensor([8.0, float(TARGET)])).sub(1).abs().max()) == 0
+
+
+def test_the_default_search_leaves_scales_alone_that_change_little(monkeypatch):
+    """Adam alone moves every scale as far, however small its gradient is."""
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    factors = torch.ones(len(job.layers), job.heads)
+    factors[0] = 1e-4
+
+    def moved(search) -> torch.Tensor:
+        monkeypatch.setattr(
+            headscale_module.ScaledModel,
+            "forward",
+            lambda self, ids: (factors * self.base).sum() / factors.norm(),
+        )
+        scales = headscale(model, job, replace(search, constraint=False, init=1.0)).scales
+        return (1 - scales.base).abs()
+
+    ours, paper = moved(PLATEAU), moved(replace(QUICK, steps=20))
+    assert ours[0].max() < 0.01 * ours[1:].min()
+    assert paper[0].max() > 0.5 * paper[1:].min()
 
 
 def test_a_search_reads_windows_with_repeated_spans(monkeypatch):
@@ -1097,17 +1244,93 @@ def test_extension_resumes_only_with_the_same_text(tiny, tmp_path):
     assert not (tmp_path / ".patch.search").exists()
 
 
-def test_refuses_to_extend_a_patch(tiny, tmp_path):
-    extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
-    with pytest.raises(FarspanError, match="is a patch; extend its base model"):
-        extend(
-            tmp_path / "patch",
-            256,
-            tmp_path / "again",
-            "uniform",
-            data=tiny / "text.txt",
-            recipe=FEW,
+STILL = SearchConfig(steps=1, batch=2, micro_batch=2, lr=(1e-9,), warmup=1)
+
+
+def extend_patch(tiny, source, out, method="headlog", search=STILL, **options):
+    options = {"data": tiny / "text.txt", "recipe": replace(FEW, search=search), **options}
+    return extend(source, 192, out, method, **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "method"),
+    [
+        ("uniform", "headscale"),
+        ("uniform", "headlog"),
+        ("headscale", "headscale"),
+        ("headscale", "headlog"),
+        ("logn", "headlog"),
+        ("headlog", "headlog"),
+    ],
+)
+def test_a_search_on_a_patch_starts_from_its_scales(tiny, tmp_path, first, method):
+    """One step with a learning rate of almost 0 ends where it started, in one patch of the base."""
+    text = tiny / "text.txt"
+    recipe = RECIPES.get(first, FEW)
+    before = extend(tiny / "none", 128, tmp_path / "first", first, data=text, recipe=recipe)
+    result = extend_patch(tiny, tmp_path / "first", tmp_path / "second", method)
+    lengths = torch.tensor([32.0, 128.0, 192.0])
+    start, end = before.patch.scales, result.patch.scales
+    assert torch.allclose(end.at(lengths), start.at(lengths).clamp(min=1), atol=1e-6)
+    assert end.constant == (method == "headscale")
+    assert result.patch.method == f"{first}+{method}"
+    assert (result.patch.name, result.patch.target) == (str(tiny / "none"), 192)
+    assert result.before["loss@128"] == pytest.approx(before.after["loss@128"], abs=0.5)
+    assert any("before is" in note and str(tmp_path / "first") in note for note in result.notes)
+    record = json.loads((tmp_path / "second" / "record.json").read_text())
+    assert record["settings"]["start"]["method"] == first
+    assert farspan.load(tmp_path / "second").model is not None
+
+
+def test_a_search_on_a_patch_measures_and_keeps_all_of_it(tiny, tmp_path):
+    """Layout, weights and scales: `before` is the patched model, and the search changes λ̂ only."""
+    text, texts = (tiny / "text.txt").read_text(), tmp_path / "texts"
+    texts.mkdir()
+    data = {name: texts / f"{name}.txt" for name in ("search", "choose", "report")}
+    for number, file in enumerate(data.values()):
+        file.write_text(text[number * 10_000 : (number + 1) * 10_000])
+    recipe = replace(CONVERTED, swan=replace(CONVERTED.swan, sharpen=False))
+    swan = extend(tiny / "rope", 192, tmp_path / "swan", "swan", data=data, recipe=recipe)
+    result = extend_patch(tiny, tmp_path / "swan", tmp_path / "out", search=QUICK, data=data)
+    assert result.before == swan.after
+    assert result.after != result.before
+    assert result.patch.layout == swan.patch.layout
+    assert result.patch.scales.layers == swan.patch.layout.global_layers
+    assert set(result.patch.weights) == set(swan.patch.weights)
+    for name, weight in swan.patch.weights.items():
+        assert torch.equal(result.patch.weights[name], weight), name
+    again = extend_patch(tiny, tmp_path / "out", tmp_path / "again", data=data)
+    assert again.before == result.after, "scales of the patch too"
+    assert again.patch.method == "swan+headlog+headlog"
+
+
+@pytest.mark.parametrize(
+    ("first", "method", "search", "options", "message"),
+    [
+        ("uniform", "yarn", None, {}, "only scales can be fitted on one, not yarn"),
+        ("uniform", "auto", None, {}, "only scales can be fitted on one, not auto"),
+        ("uniform", "logn", None, {}, "is a patch with scales, which logn would replace"),
+        ("logn", "headscale", STILL, {}, "grow with the context, and headscale searches"),
+        ("ssmax", "headlog", STILL, {}, r"another formula .* \(basis ln\)"),
+        ("uniform", "headlog", QUICK, {}, "search.init=1.2 would have no effect"),
+        ("uniform", "headlog", STILL, {"train_length": 32}, "trained on 64 tokens, and --train"),
+    ],
+)
+def test_refuses_what_makes_no_sense_on_a_patch(
+    tiny, tmp_path, first, method, search, options, message
+):
+    text = tiny / "text.txt"
+    extend(tiny / "none", 128, tmp_path / "first", first, data=text, recipe=FEW)
+    with pytest.raises(FarspanError, match=message):
+        extend_patch(
+            tiny,
+            tmp_path / "first",
+            tmp_path / "second",
+            method,
+            search=search or SearchConfig(),
+            **options,
         )
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_patch_finds_its_base_from_any_folder(tiny, tmp_path, monkeypatch):
@@ -1200,19 +1423,42 @@ def test_bf16_weights_are_tuned_in_float32():
 )
 def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(
-        FarspanError, match="(lr|batch|save_every|repeats|steps|passkeys|choose_windows|seed) is"
+        FarspanError,
+        match="(lr|batch|save_every|repeats|steps|passkeys|choose_windows|seed) is",
     ):
         wrong()
 
 
-def test_default_recipe_matches_wang_2024():
-    config = read_extend_config(None, [])
-    assert config == ExtendConfig()
-    search = config.search
-    assert (search.steps, search.batch, search.warmup, search.lr) == (200, 8, 20, (0.1, 0.05))
+def test_default_recipe_is_the_default_config():
+    assert read_extend_config(None, []) == ExtendConfig()
     assert read_extend_config(None, ["search.steps=3", "tune=fair"]).search.steps == 3
     with pytest.raises(FarspanError, match="choose fair"):
         read_extend_config(None, ["tune=much"])
+
+
+def test_the_benchmark_compares_whole_searches(tiny, tmp_path):
+    """On a CPU: the counts of both searches, and ratios that follow from them."""
+    script = Path(__file__).parent.parent / "benchmarks" / "search.py"
+    options = ["--to", "128", "--data", str(tiny / "text.txt"), "--steps", "12"]
+    process = subprocess.run(
+        [
+            *(sys.executable, str(script), "--model", str(tiny / "none"), *options),
+            *("--small", "--length", "64", "--rounds", "1", "--json", str(tmp_path / "out.json")),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    results = json.loads((tmp_path / "out.json").read_text())
+    reference, default = results["searches"].values()
+    assert (reference["steps"], reference["gradients"]) == (12, 12 * 8)
+    assert default["gradients"] == 2 * default["steps"]
+    assert reference["forwards"] > default["forwards"] > 0
+    assert results["ratio"] == default["seconds"] / reference["seconds"]
+    assert results["difference"] == pytest.approx(default["loss"] - reference["loss"])
+    assert results["within"] == (results["difference"] <= 0.005)
+    assert f"in {results['ratio']:.2f} of its time" in process.stdout
 
 
 def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
@@ -1239,6 +1485,7 @@ SHORT_TUNING = ["tuning.steps=4", "tuning.batch=4", "tuning.micro_batch=2", "swa
     ("model", "method", "settings"),
     [
         ("none", "headscale", [*SHORT_SEARCH, "search.warmup=1"]),
+        ("none", "headlog", ["search.warmup=1"]),
         ("rope", "swan", [*SHORT_TUNING, "tuning.warmup=1", "swan.window=8"]),
     ],
 )
@@ -1259,8 +1506,15 @@ def test_torchrun_gives_the_patch_of_one_process(model, method, settings, tiny, 
     extend(tiny / model, 128, tmp_path / "one", method, data=text, overrides=overrides)
     one, two = (Patch.load(tmp_path / name) for name in ("one", "two"))
     assert one.layout == two.layout
-    if method == "headscale":
+    if method != "swan":
         assert torch.allclose(one.scales.base, two.scales.base, atol=1e-5)
+        searches = [
+            json.loads((tmp_path / name / "record.json").read_text())["searches"][0]
+            for name in ("one", "two")
+        ]
+        assert searches[0]["end"] == searches[1]["end"]
+        losses = [search["choose_losses"] for search in searches]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     else:
         assert len(one.weights) > 10
         for name, weight in one.weights.items():

@@ -140,6 +140,17 @@ class Patch:
                 save_file(held, folder / f"{name}.safetensors")
         write_json(folder / "patch.json", self.describe())
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that the patch changes."""
+        digest = hashlib.sha256(repr(self.describe()).encode())
+        tables = () if self.scales is None else (self.scales.base, self.scales.slope)
+        for tensor in (*tables, *(self.weights or {}).values()):
+            if tensor is not None:
+                exact = tensor.detach().cpu().contiguous().flatten()
+                digest.update(exact.view(torch.uint8).numpy())
+        return digest.hexdigest()
+
     def describe(self) -> dict[str, Any]:
         """The patch as JSON, with its tables summarized."""
         description: dict[str, Any] = {

@@ -21,9 +21,9 @@ from farspan.cli.console import (
 )
 from farspan.cli.options import (
     AsJson,
-    BaseModel,
     Device,
     DryRun,
+    Model,
     Position,
     TrainLength,
     TrustRemoteCode,
@@ -65,7 +65,7 @@ RecipeName = Annotated[
 
 
 def extend_command(
-    model: BaseModel,
+    model: Model,
     to: Target,
     out: Annotated[Path, out_option("New folder for the patch.")],
     overrides: Annotated[list[str] | None, overrides_argument("search.steps=50")] = None,
@@ -181,6 +181,8 @@ def _show_details(extension: ExtendResult) -> None:
     """What the method chose, what it trained on, and what it saves."""
     if choice := extension.details.get("choice"):
         print_line(f"[dim]choice[/] {escape(choice)}")
+    for search in extension.details.get("searches", ()):
+        print_line(f"[dim]{search['method']}, learning rate {search['lr']:g}[/] {search['end']}")
     if plan := extension.details.get("distillation"):
         size = f"{plan['steps']:,} steps of {plan['batch']} windows of {plan['length']:,}"
         print_line(f"[dim]distilled on[/] {plan['tokens']:,} tokens: {size}")

@@ -27,7 +27,6 @@ RENAMED_OPTIONS = {
     "lab run": {"--so-far": "--report-only"},
 }
 
-BASE_MODEL_KINDS = "checkpoint folder, Hub id, .gguf file or bundled model (nope-twin, rope-twin)"
 MODEL_KINDS = (
     "patch folder, checkpoint folder, Hub id, .gguf file or bundled model (nope-twin, rope-twin, "
     "swan-twin)"
@@ -35,7 +34,6 @@ MODEL_KINDS = (
 LOADING = "Model loading"  # a panel of the help
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"Model: {MODEL_KINDS}.")]
-BaseModel = Annotated[str, typer.Argument(metavar="MODEL", help=f"Model: {BASE_MODEL_KINDS}.")]
 Models = Annotated[
     list[str], typer.Argument(metavar="MODEL", help=f"One or more models: {MODEL_KINDS}.")
 ]

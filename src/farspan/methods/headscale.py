@@ -3,12 +3,16 @@
 `headlog` is farspan's own: λ̂(n) = a + b·ln⁺(n/L), two numbers per head, which costs less loss
 at short context. The constraint a ≥ 1, b ≥ 0 projects the float32 parameters after every step.
 With one growth for all heads (`search.shared`) it is the formula of a stock class instead.
+
+The search ends when the loss on the choose split no longer falls. With a number of steps it is that
+of Wang 2024 instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,74 +27,129 @@ from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, lowest_loss, scaled_loss
 from farspan.methods.uniform import uniform
 from farspan.model.compile import compiled_layers, prefer_cudnn
-from farspan.model.loss import mean_loss
-from farspan.train.loop import StepMetrics, TrainPlan, train
+from farspan.model.loss import mean_loss, token_losses
+from farspan.train.loop import PlateauRule, StepMetrics, TrainPlan, TrainResult, train
 from farspan.train.optim import OptimizerConfig, store_base_rates
-from farspan.train.sharding import data_parallel
+from farspan.train.sharding import data_parallel, processes
 from farspan.train.steps import TrainingTask
 
 MIN_SCALE = 0.01  # lower bound of λ̂ without the constraint: a negative λ̂ inverts attention
 MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
+MAX_STEPS = 200  # of a search that ends at a plateau
+VALIDATED = 4  # windows of the choose split that the plateau is judged on
+REPEATS = 0.5  # share of the windows with repeated spans, for models with NoPE layers
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """Settings of the search for scales; the defaults are those of Wang 2024."""
+    """Settings of the search for scales; None: see `resolve`."""
 
-    steps: int = 200
-    batch: int = 8
+    steps: int = 0  # exactly so many; 0: until the loss on the choose split no longer falls
+    batch: int | None = None  # windows per step
     micro_batch: int = 8
-    lr: tuple[float, ...] = (0.1, 0.05)  # each is tried; the choose split selects one
-    warmup: int = 20
+    lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
+    warmup: int | None = None  # steps until the learning rate is reached
     constraint: bool = True  # λ̂ ≥ 1
-    init: float = 0.0  # 0: the best uniform λ̂
+    init: float = 0.0  # the λ̂ to start from; 0: 1, with a number of steps the best uniform λ̂
     beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
-    repeats: float = 0.0  # share of the windows with spans that stand twice
+    repeats: float | None = None  # share of the windows with spans that stand twice
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
     def __post_init__(self):
-        for name in ("steps", "batch", "micro_batch", "save_every"):
-            if getattr(self, name) < 1:
-                raise FarspanError(f"search.{name} is {getattr(self, name)}; choose 1 or more")
-        if not self.lr or min(self.lr) <= 0:
+        for name, least in (("steps", 0), ("batch", 1), ("micro_batch", 1), ("save_every", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise FarspanError(f"search.{name} is {value}; choose {least} or more")
+        if self.lr is not None and (not self.lr or min(self.lr) <= 0):
             raise FarspanError(
                 f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
             )
         if not 1 <= self.beyond <= 2:
             raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
-        if not 0 <= self.repeats <= 1:
+        if not 0 <= (self.repeats or 0) <= 1:
             raise FarspanError(f"search.repeats is {self.repeats:g}; choose a share from 0 to 1")
-        if self.init < 0 or self.warmup < 0:
+        if self.init < 0 or (self.warmup or 0) < 0:
             raise FarspanError(
-                f"search.init is {self.init:g} and search.warmup is {self.warmup}; "
+                f"search.init is {self.init:g} and search.warmup is {self.warmup or 0}; "
                 "choose 0 or more for both"
             )
+
+    @property
+    def most_windows(self) -> int:
+        """The most windows that a search reads."""
+        plan = self.resolve(False)
+        return plan.steps * plan.batch
+
+    def resolve(self, has_nope: bool) -> SearchPlan:
+        """With a number of steps, what is not set is as in Wang 2024.
+
+        A model with NoPE layers reads windows with repeated spans.
+        """
+        own = not self.steps
+        repeats = REPEATS if own and has_nope else 0.0
+        return SearchPlan(
+            self.steps or MAX_STEPS,
+            self.batch or (2 if own else 8),
+            self.micro_batch,
+            self.lr or ((0.2,) if own else (0.1, 0.05)),
+            (4 if own else 20) if self.warmup is None else self.warmup,
+            repeats if self.repeats is None else self.repeats,
+            PlateauRule() if own else None,
+        )
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The size of a search, and what it reads."""
+
+    steps: int  # at most, with a plateau rule
+    batch: int
+    micro_batch: int
+    lr: tuple[float, ...]
+    warmup: int
+    repeats: float
+    plateau: PlateauRule | None
 
 
 def headscale(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = None) -> Patch:
     """One constant λ̂ per head."""
     search = search or SearchConfig()
-    start = search.init or best_uniform(model, job, search)
-    return _search(model, job, search, "headscale", job.uniform(start))
+    if job.start is None:
+        return _search(model, job, search, "headscale", job.uniform(_first(model, job, search)))
+    if not job.start.constant:
+        raise FarspanError(
+            f"the scales of {job.start_name} grow with the context, and headscale searches "
+            "constant ones; use headlog, which starts from them, or extend the base model"
+        )
+    return _search(model, job, search, "headscale", job.start)
 
 
 def headlog(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = None) -> Patch:
     """λ̂(n) = a + b·ln⁺(n/L) per head; with `search.shared` a·(1 + r·basis(n)), one r for all.
 
-    The search starts from a = 1 and the b that gives the best uniform λ̂ at the target. A shared
+    The search starts from a = 1 and the b that gives the λ̂ to start from at the target. A shared
     search starts from that λ̂ at any length: a step at L from 1 to more would break the model.
     """
     search = search or SearchConfig()
-    search = replace(search, lr=tuple(lr / 2 for lr in search.lr))  # two numbers move one scale
-    start = search.init or best_uniform(model, job, search)
+    if search.shared:
+        return _shared_headlog(model, job, search)
+    if job.start is not None:
+        return _search(model, job, search, "headlog", _growing(job.start, job))
     ones, length = torch.ones(len(job.layers), job.heads), job.train_length
-    if not search.shared:
-        slope = max(0.0, (start - 1) / _basis_at(job.target, "log", length))
-        scales = Scales(job.layers, ones, slope * ones, "log", length)
-        return _search(model, job, search, "headlog", scales)
-    basis = _stock_basis(model, job.layers)
-    relative = RelativeScales(job.layers, start * ones, 0 * ones, basis, length)
+    slope = max(0.0, (_first(model, job, search) - 1) / _basis_at(job.target, "log", length))
+    scales = Scales(job.layers, ones, slope * ones, "log", length)
+    return _search(model, job, search, "headlog", scales)
+
+
+def _shared_headlog(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> Patch:
+    if job.start is not None:
+        raise FarspanError(
+            f"search.shared=true cannot start from the scales of {job.start_name}, whose heads "
+            "grow each by itself; extend the base model"
+        )
+    ones, basis = torch.ones(len(job.layers), job.heads), _stock_basis(model, job.layers)
+    start = _first(model, job, search) * ones
+    relative = RelativeScales(job.layers, start, 0 * ones, basis, job.train_length)
     patch = _search(model, job, search, "headlog", relative)
     assert isinstance(patch.scales, RelativeScales)
     return replace(patch, scales=patch.scales.absolute())
@@ -106,8 +165,27 @@ def _basis_at(n: int, basis: str, length: int) -> float:
     return float(BASES[basis](torch.tensor(float(n)), length))
 
 
+def _growing(start: Scales, job: FitJob) -> Scales:
+    """Existing scales as a + b·ln⁺(n/L)."""
+    if start.constant:
+        zeros = torch.zeros_like(start.base)
+        return replace(start, slope=zeros, basis="log", length=job.train_length)
+    if (start.basis, start.length) != ("log", job.train_length):
+        raise FarspanError(
+            f"the scales of {job.start_name} follow another formula than a + b·ln⁺(n/L) with "
+            f"L = {job.train_length} (basis {start.basis}), so headlog cannot start from them; "
+            "extend the base model"
+        )
+    return start
+
+
+def _first(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> float:
+    """The uniform λ̂ that a search starts from."""
+    return search.init or (best_uniform(model, job, search) if search.steps else 1.0)
+
+
 def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> float:
-    """The best uniform λ̂ that the constraint allows: where a search starts."""
+    """The best uniform λ̂ that the constraint allows."""
     scales = uniform(model, job).scales
     assert scales is not None
     return max(1.0, float(scales.base[0, 0])) if search.constraint else float(scales.base[0, 0])
@@ -117,9 +195,19 @@ def _search(
     model: PreTrainedModel, job: FitJob, search: SearchConfig, method: str, start: Scales
 ) -> Patch:
     """Search with each learning rate; the loss on the choose split selects the result."""
-    candidates = {lr: optimize_scales(model, job, search, method, start, lr) for lr in search.lr}
+    if search.init and job.start is not None:
+        raise FarspanError(
+            f"the search starts from the scales of {job.start_name}, so search.init="
+            f"{search.init:g} would have no effect; remove it"
+        )
+    plan = search.resolve(job.has_nope)
+    if method == "headlog":  # two numbers move one scale
+        plan = replace(plan, lr=tuple(lr / 2 for lr in plan.lr))
+    candidates = {
+        lr: optimize_scales(model, job, search, plan, method, start, lr) for lr in plan.lr
+    }
     if len(candidates) == 1:
-        return job.patch(method, scales=candidates[search.lr[0]])
+        return job.patch(method, scales=candidates[plan.lr[0]])
     losses = {lr: scaled_loss(model, job.choose, scales) for lr, scales in candidates.items()}
     return job.patch(method, scales=candidates[lowest_loss(losses)])
 
@@ -165,6 +253,23 @@ class ScaledModel(nn.Module):
         return float(torch.cosine_similarity(exact, rounded, dim=0)) > MIN_COSINE
 
     @torch.no_grad()
+    def validation_loss(self, windows: Tensor) -> float:
+        """The mean loss over windows, of which each process computes its share."""
+        state = processes()
+        ids = windows[state.process_index :: state.num_processes].to(self.base.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.base.device)
+        with (
+            prefer_cudnn(),
+            torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_bf16),
+            torch.compiler.set_stance("force_eager"),  # their length is compiled for nothing else
+        ):
+            for row in ids:
+                total += token_losses(self._model[0], row[None]).double().mean()
+        if state.num_processes > 1:
+            torch.distributed.all_reduce(total)
+        return float(total) / len(windows)
+
+    @torch.no_grad()
     def project(self, constraint: bool, length: int) -> None:
         """Clamp to λ̂ ≥ 1 for any number of keys; unconstrained, to λ̂ > 0 for up to `length`."""
         self.base.clamp_(min=1.0 if constraint else MIN_SCALE)
@@ -175,30 +280,41 @@ class ScaledModel(nn.Module):
 
 
 def optimize_scales(
-    model: PreTrainedModel, job: FitJob, search: SearchConfig, method: str, start: Scales, lr: float
+    model: PreTrainedModel,
+    job: FitJob,
+    search: SearchConfig,
+    plan: SearchPlan,
+    method: str,
+    start: Scales,
+    lr: float,
 ) -> Scales:
     """The scales that a search with one learning rate ends in.
 
     A job with a folder resumes from its last checkpoint.
     """
     scaled = ScaledModel(model, start)
+    scaled.project(search.constraint, job.search.shape[1])
     config = OptimizerConfig(
         "adamw",
         lr=lr,
         weight_decay=0.0,
-        warmup=search.warmup,
-        schedule="cosine",
+        warmup=plan.warmup,
+        schedule="constant" if plan.plateau else "cosine",
         floor=0.1,
         clip=1.0,
     )
-    task = _search_task(model, scaled, job, search, config)
-    plan = TrainPlan(search.steps, job.seed, config, save_every=search.save_every, log_every=1)
-    advance = job.progress(f"{method} lr {lr:g}", search.steps)
+    validations: list[float] = []
+    task = _search_task(model, scaled, job, search, plan, config, validations)
+    steps = TrainPlan(
+        plan.steps, job.seed, config, search.save_every, log_every=1, plateau=plan.plateau
+    )
+    advance = job.progress(f"{method} lr {lr:g}", plan.steps)
 
     def on_step(metrics: StepMetrics) -> None:
         table = scaled.base.detach()
         extremes = f"λ̂ {table.min():.2f}–{table.max():.2f}, mean {table.mean():.2f}"
-        advance(1, f"loss {metrics.loss:.4f}, {extremes}")
+        chosen = f", on the choose split {validations[-1]:.4f}" if validations else ""
+        advance(1, f"loss {metrics.loss:.4f}{chosen}, {extremes}")
 
     seam.install(model, scaled.scales)
     try:
@@ -210,9 +326,11 @@ def optimize_scales(
             compiled_layers(model),
             job.checkpoint_dir(f"{method}-lr{lr:g}") as folder,
         ):
-            train(task, plan, folder, on_step)
+            result = train(task, steps, folder, on_step)
     finally:
         seam.remove_scales(model)
+    job.details.setdefault("searches", []).append(_describe(method, lr, plan, result))
+    advance(0, job.details["searches"][-1]["end"])
     scales = scaled.scales
     return replace(
         scales,
@@ -221,26 +339,58 @@ def optimize_scales(
     )
 
 
+def _describe(method: str, lr: float, plan: SearchPlan, result: TrainResult) -> dict[str, Any]:
+    """For the record: how long a search was, and why it ended."""
+    rule, end = plan.plateau, f"after {result.steps} steps, as search.steps says"
+    if rule is not None and rule.plateau(result.validations) is None:
+        end = f"after {result.steps} steps, the limit; the loss on the choose split still fell"
+    elif rule is not None:
+        end = (
+            f"after {result.steps} steps: the loss on the choose split fell by less than "
+            f"{rule.min_gain:g} nats in {rule.patience * rule.every} steps"
+        )
+    return {
+        "method": method,
+        "lr": lr,
+        "steps": result.steps,
+        "batch": plan.batch,
+        "repeats": plan.repeats,
+        "end": end,
+        "choose_losses": [round(loss, 5) for loss in result.validations],
+    }
+
+
 def _search_task(
     model: PreTrainedModel,
     scaled: ScaledModel,
     job: FitJob,
     search: SearchConfig,
+    plan: SearchPlan,
     config: OptimizerConfig,
+    validations: list[float],
 ) -> TrainingTask:
     trained: dict[str, Tensor] = dict(scaled.named_parameters())
     betas = (config.beta1, config.beta2)
-    optimizer = torch.optim.AdamW(trained.values(), config.lr, betas, weight_decay=0.0)
+    # A gradient of the norm that is clipped to, spread over all scales, has this size. Scales with
+    # a much smaller one stay where they are: retrieval may need them there.
+    eps = 1e-8 if plan.plateau is None else sum(map(Tensor.numel, trained.values())) ** -0.5
+    optimizer = torch.optim.AdamW(trained.values(), config.lr, betas, eps, weight_decay=0.0)
+
+    def validate() -> float:
+        validations.append(scaled.validation_loss(job.choose[:VALIDATED]))
+        return validations[-1]
+
     return TrainingTask(
         data_parallel(scaled),
         trained,
         store_base_rates([optimizer]),
         job.batches(
-            search.batch,
-            search.micro_batch,
+            plan.batch,
+            plan.micro_batch,
             model.device,
-            recall_rows(job.seed, repeats=search.repeats, min_distance=job.train_length // 4),
+            recall_rows(job.seed, repeats=plan.repeats, min_distance=job.train_length // 4),
         ),
-        tokens=search.batch * (job.search.shape[1] - 1),
+        tokens=plan.batch * (job.search.shape[1] - 1),
         after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
+        validate=validate,
     )

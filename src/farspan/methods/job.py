@@ -42,6 +42,9 @@ class FitJob:
     layers: tuple[int, ...]  # whose attention is scaled
     heads: int
     model: str  # fingerprint of the base weights
+    has_nope: bool = False  # whether a layer has no positions
+    start: Scales | None = None  # of the patch that is extended, from which a search starts
+    start_name: str = ""
     name: str = ""
     position: str | None = None
     seed: int = 0

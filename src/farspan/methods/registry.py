@@ -170,6 +170,21 @@ def check_combination(method: str) -> None:
         )
 
 
+def check_start(source: str | Path, patch: Patch, names: Sequence[str]) -> None:
+    """Refuse methods that cannot be fitted on a model with this patch."""
+    other = next((name for name in names if name not in SCALE_METHODS), None)
+    if other is not None:
+        raise FarspanError(
+            f"{source} is a patch, and only scales can be fitted on one, not {other}; use "
+            "headscale or headlog, or extend its base model (methods can be joined with +)"
+        )
+    if patch.scales is not None and not {"headscale", "headlog"} & set(names):
+        raise FarspanError(
+            f"{source} is a patch with scales, which {'+'.join(names)} would replace; use "
+            "headscale or headlog, which start from them, or extend its base model"
+        )
+
+
 def check_unused_settings(
     names: Sequence[str], config: ExtendConfig, default: ExtendConfig | None = None
 ) -> None:
@@ -298,7 +313,7 @@ def _windows_read(names: Sequence[str], config: ExtendConfig) -> int:
     """The most windows that one of the methods reads: no window twice, if the text has them."""
     counts = [1]
     if {"headscale", "headlog", "auto"} & set(names):
-        counts.append(config.search.steps * config.search.batch)
+        counts.append(config.search.most_windows)
     if config.tune or {"drope", "continue"} & set(names):
         steps = config.tuning.steps or TUNING_STEPS[config.tune] or FAIR_STEPS
         counts.append(steps * (config.tuning.batch or BATCH))
@@ -323,8 +338,21 @@ def make_fit_job(
         default_scaled_layers(layers),
         layers[0].heads,
         fingerprint(model),
+        has_nope(layers),
         **settings,
     )
+
+
+def start_from(patch: Patch, job: FitJob, source: str) -> FitJob:
+    """The job of extending a patched model, to which all of the patch but its scales is applied.
+
+    A search starts from these scales."""
+    name = f"{source} ({patch.method} for {patch.target} tokens)"
+    if patch.scales is not None:
+        job = replace(job, layers=patch.scales.layers)
+    elif patch.layout is not None:
+        job = replace(job, layers=patch.layout.global_layers)
+    return replace(job, model=patch.model, start=patch.scales, start_name=name)
 
 
 def fit_methods(
@@ -333,16 +361,18 @@ def fit_methods(
     job: FitJob,
     config: ExtendConfig,
     names: list[str],
+    start: Patch | None = None,
 ) -> tuple[Patch, tuple[str, ...]]:
     """Fit one method after the other, each on the model that those before it patched.
 
+    start: what the model is patched with already, without its scales.
     The model ends up patched. Returns the combined patch, and notes.
     """
     if names == ["auto"]:
         return _fit_best(model, layers, job, config)
     if set(names) & set(SCALE_METHODS):  # it sharpens the global layers instead of swan
         config = replace(config, swan=replace(config.swan, sharpen=False))
-    combined: Patch | None = None
+    combined = start
     for name in names:
         part = METHODS[name](model, job, config)
         if combined is None:
@@ -350,12 +380,16 @@ def fit_methods(
         else:  # it was fitted on a model whose weights are no longer those of the base
             replace(part, model=fingerprint(model)).apply(model)
         combined = part if combined is None else combined.then(part)
-        if part.layout is not None:
-            job = replace(job, layers=part.layout.global_layers)
-        elif part.rope:  # layers that lost their rotation get scales too
-            job = replace(job, layers=default_scaled_layers(probe(model)))
+        if part.layout is not None or part.rope:  # layers that lost their rotation get scales too
+            probed = probe(model)
+            scaled = part.layout.global_layers if part.layout else default_scaled_layers(probed)
+            job = replace(job, layers=scaled, has_nope=has_nope(probed))
     assert combined is not None
     return combined, ()
+
+
+def has_nope(layers: Sequence[Layer]) -> bool:
+    return any(layer.position == "none" for layer in layers)
 
 
 def _fit_best(
@@ -363,9 +397,12 @@ def _fit_best(
 ) -> tuple[Patch, tuple[str, ...]]:
     """Of the candidates, the method with the lowest loss on the choose split."""
     patches: dict[str, Patch] = {}
+    details: dict[str, dict[str, Any]] = {}
     for name in candidate_methods(["auto"], layers, model, job):
-        patches[name] = METHODS[name](model, job, config)
-        if name == "uniform" and not config.search.init:  # the other searches start from it
+        details[name] = {}
+        patches[name] = METHODS[name](model, replace(job, details=details[name]), config)
+        if name == "uniform" and config.search.steps and not config.search.init:
+            # The searches of Wang 2024 start from it.
             scales = patches[name].scales
             assert scales is not None
             value = float(scales.base[0, 0])
@@ -382,8 +419,7 @@ def _fit_best(
     losses = {name: _patched_loss(model, patch, job.choose) for name, patch in patches.items()}
     best = lowest_loss(losses)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
-    if best != "swan":
-        job.details.clear()  # of swan, which auto tried
+    job.details.update(details[best])
     patches[best].apply(model)
     notes.append(
         f"auto chose {best}: loss {losses[best]:.4f} on the choose split, against {others}"

@@ -3,6 +3,7 @@
 Everything that happens at a step is a function of the step's number: its batches, its learning
 rate, and its random numbers, since the generator is seeded again at every step. The state of a run
 is therefore its weights, its optimizer state and one number, and a killed run resumes bit for bit.
+A run that stops at a plateau also keeps its validation losses, which decide its last step.
 """
 
 from __future__ import annotations
@@ -37,13 +38,47 @@ DIVERGED = 2.0  # a loss above this many times its running mean, plus one nat, h
 
 
 @dataclass(frozen=True)
+class PlateauRule:
+    """When a run is done: its validation loss no longer falls. Then its learning rate falls to the
+    floor of the schedule, and it ends.
+
+    >>> PlateauRule(min_gain=0.01, patience=2).plateau([3.0, 2.5, 2.495, 2.494])
+    4
+    """
+
+    every: int = 5  # steps between two validations
+    min_gain: float = 0.02  # nats; a smaller improvement is none: a full learning rate is noisy
+    patience: int = 2  # validations in a row without an improvement
+    cooldown: int = 10  # steps after the plateau
+
+    def plateau(self, losses: Sequence[float]) -> int | None:
+        """The number of validations after which the plateau is seen; None if it is not."""
+        best, since = math.inf, 0
+        for number, loss in enumerate(losses, 1):
+            best, since = (loss, 0) if loss < best - self.min_gain else (best, since + 1)
+            if since == self.patience:
+                return number
+        return None
+
+    def last_step(self, losses: Sequence[float], limit: int) -> int:
+        """The step after which a run with these validation losses ends."""
+        seen = self.plateau(losses)
+        return limit if seen is None else min(limit, seen * self.every + self.cooldown)
+
+    def cooling(self, step: int, last: int, floor: float) -> float:
+        """The multiplier of the learning rate at a step, counted from 0."""
+        return floor + (1 - floor) * min(1.0, (last - step) / (self.cooldown + 1))
+
+
+@dataclass(frozen=True)
 class TrainPlan:
-    steps: int
+    steps: int  # at most, with a plateau rule
     seed: int = 0
     optimization: OptimizerConfig = field(default_factory=OptimizerConfig)
     save_every: int = 500
     keep: tuple[int, ...] = ()  # steps whose checkpoints are never removed
     log_every: int = 10
+    plateau: PlateauRule | None = None
 
 
 @dataclass(frozen=True)
@@ -62,10 +97,17 @@ class StepMetrics:
 StepCallback = Callable[[StepMetrics], None]
 
 
+@dataclass(frozen=True, eq=False)
+class TrainResult:
+    metrics: list[dict[str, Any]]  # lines of metrics.jsonl
+    steps: int  # done
+    validations: list[float]  # the losses that a plateau rule saw
+
+
 def train(
     task: TrainingTask, plan: TrainPlan, run: Path, on_step: StepCallback = lambda metrics: None
-) -> list[dict[str, Any]]:
-    """Start or resume the run in the folder `run`, train to the last step, return all metrics.
+) -> TrainResult:
+    """Start or resume the run in the folder `run`, and train to the last step.
 
     SIGTERM or Ctrl-C saves a checkpoint and raises PreemptedError. A loss that is not finite or
     diverges raises an error that names the layer; the last checkpoint stays in the folder.
@@ -103,6 +145,7 @@ class _Loop:
         self.task, self.plan, self.run, self.on_step = task, plan, run, on_step
         self.state = processes()
         self.step, self.mean_loss = 0, math.nan
+        self.validations: list[float] = []
         self._resume()
         self.metrics = _metrics_until(run, self.step)
         if self.state.is_main_process:
@@ -110,25 +153,37 @@ class _Loop:
         self.throughput = _Throughput(task)
         self.steps = (GraphedSteps if task.graphed else EagerSteps)(task, plan.optimization.clip)
 
-    def train(self) -> list[dict[str, Any]]:
+    @property
+    def last_step(self) -> int:
+        rule, limit = self.plan.plateau, self.plan.steps
+        return limit if rule is None else rule.last_step(self.validations, limit)
+
+    def train(self) -> TrainResult:
         task, plan = self.task, self.plan
         with delay_signals() as stop_requested:
-            batches = task.batches(self.step) if self.step < plan.steps else []
-            while self.step < plan.steps:
+            batches = task.batches(self.step) if self.step < self.last_step else []
+            while self.step < self.last_step:
                 batches, stop = self._take_step(batches, stop_requested)
+                self._validate()
                 if (
                     self.step % plan.save_every == 0
                     or self.step in plan.keep
-                    or self.step == plan.steps
+                    or self.step == self.last_step
                     or stop
                 ):
                     self._save()
-                if stop and self.step < plan.steps:
+                if stop and self.step < self.last_step:
                     raise PreemptedError(
                         f"stopped after step {self.step} of {plan.steps}, which is saved in "
                         f"{checkpoint.checkpoint_root(self.run)}; rerun the same command to resume"
                     )
-        return self.metrics
+        return TrainResult(self.metrics, self.step, self.validations)
+
+    def _validate(self) -> None:
+        """Let the plateau rule see the validation loss, until it has seen the plateau."""
+        rule = self.plan.plateau
+        if rule and self.step % rule.every == 0 and rule.plateau(self.validations) is None:
+            self.validations.append(self.task.validate())
 
     def _resume(self) -> None:
         with self.state.main_process_first():  # the main process sets damaged checkpoints aside
@@ -136,6 +191,7 @@ class _Loop:
         if latest is not None:
             checkpoint.restore(latest, self.task.parameters, self.task.optimizers)
             self.step = latest.step
+            self.validations = latest.state.get("validations", [])
             if latest.state["calm"] is not None:  # the key of mean_loss in state.json
                 self.mean_loss = latest.state["calm"]
 
@@ -145,11 +201,13 @@ class _Loop:
         """Train on the batches; returns those of the next step, and whether to stop."""
         task, plan = self.task, self.plan
         multiplier = learning_rate(self.step, plan.steps, plan.optimization)
+        if plan.plateau is not None:
+            multiplier *= plan.plateau.cooling(self.step, self.last_step, plan.optimization.floor)
         set_learning_rate(task.optimizers, multiplier)
         torch.manual_seed(_step_seed(plan.seed, self.step, self.state.process_index))
         loss, norm = self.steps.gradients(batches)
         # Prepare the next batches while the device computes.
-        next_batches = task.batches(self.step + 1) if self.step + 1 < plan.steps else []
+        next_batches = task.batches(self.step + 1) if self.step + 1 < self.last_step else []
         loss_value, norm_value, stop = _read(loss, norm, stop_requested(), self.state)
         if (problem := _divergence(loss_value, norm_value, self.mean_loss)) is not None:
             where = _first_bad_module(task, batches)
@@ -179,10 +237,13 @@ class _Loop:
                 raise _diverged(self.run, self.step, f"{name} is not finite")
         if self.state.is_main_process:
             mean_loss = None if math.isnan(self.mean_loss) else self.mean_loss
+            state: dict[str, Any] = {"step": self.step, "calm": mean_loss}
+            if self.plan.plateau is not None:
+                state["validations"] = self.validations
             checkpoint.save(
                 self.run,
                 tensors,
-                {"step": self.step, "calm": mean_loss},
+                state,
                 keep=self.plan.keep,
                 write_extras=self.task.write_extras,
             )

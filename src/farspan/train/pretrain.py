@@ -248,7 +248,7 @@ def pretrain(
     if state.is_main_process and not (run / RECIPE).exists():
         write_text(run / RECIPE, f"{to_toml(recipe)}\n{DATA_HASH}{data_hash}\n")
     try:
-        metrics = train(task, recipe.plan, run, on_step)
+        metrics = train(task, recipe.plan, run, on_step).metrics
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

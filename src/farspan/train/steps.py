@@ -6,6 +6,7 @@ CUDA graphs, with the loss read in between, a step is two launches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class TrainingTask:
     flops: float = 0.0  # of a token, forward and backward
     graphed: bool = False  # use CUDA graphs: needs one process and constant shapes
     after_step: Callable[[], None] = lambda: None  # a projection, for example
+    # The loss that a plateau rule judges by; the same value in every process.
+    validate: Callable[[], float] = lambda: math.nan
     write_extras: Callable[[Path], None] = lambda folder: None  # adds files to a checkpoint
 
 

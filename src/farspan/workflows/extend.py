@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention import seam
 from farspan.attention.model_facts import cache_bytes, config_train_length, max_positions
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import Layer, probe
+from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
+from farspan.bundled import resolve_bundled
 from farspan.data.documents import read_documents
 from farspan.data.passkey import PasskeyDocuments
 from farspan.data.windows import Windows, cut_windows
@@ -30,7 +33,7 @@ from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_accuracy
 from farspan.files import check_absent, new_folder, write_text
 from farspan.lengths import doublings
-from farspan.loading import is_patch, load_with_tokenizer, upcast_small_model
+from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
 from farspan.methods.registry import (
     SCALE_METHODS,
@@ -38,6 +41,7 @@ from farspan.methods.registry import (
     ExtendConfig,
     candidate_methods,
     check_compatible,
+    check_start,
     check_unused_settings,
     fit_methods,
     make_fit_job,
@@ -45,6 +49,7 @@ from farspan.methods.registry import (
     parse_methods,
     read_extend_config,
     search_windows,
+    start_from,
     unused_settings,
 )
 from farspan.methods.swan import DistillPlan, distillation_flops, planned_layers
@@ -84,7 +89,9 @@ class ExtendResult:
 class _ExtendRun:
     """What to extend, and with which methods."""
 
-    source: str | Path
+    model: str | Path  # as the user wrote it
+    source: str | Path  # what is loaded: the model, or the base model of a patch
+    start: Patch | None  # the patch
     names: list[str]
     config: ExtendConfig
     position: str | None
@@ -136,7 +143,7 @@ def extend(
     out, state = Path(out), processes()
     check_absent(out)
     prepared = _prepare(run, data, to, train_length, out)
-    with _search_folder(prepared.job, run.config, method):
+    with _search_folder(prepared.job, run):
         result = _fit(prepared, out)
         if state.is_main_process:
             result = _save(result, prepared)
@@ -210,12 +217,14 @@ def _make_run(
 ) -> _ExtendRun:
     config, names = read_extend_config(recipe, overrides), parse_methods(method)
     check_unused_settings(names, config)
-    if is_patch(model):
-        raise FarspanError(
-            f"{model} is a patch; extend its base model instead (methods can be joined with +)"
-        )
-    device = device or str(processes().device)
-    return _ExtendRun(model, names, config, position, device, trust_remote_code, progress)
+    device, source, start = device or str(processes().device), model, find_patch(model)
+    if start is not None:
+        check_start(model, start, names)
+        source = base_source(Path(resolve_bundled(model)), start)
+        position = position or start.position
+    return _ExtendRun(
+        model, source, start, names, config, position, device, trust_remote_code, progress
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,13 +246,18 @@ def _prepare(
     """Load the model, check that it can be extended so, and cut its text."""
     advance = run.progress("load and read", 2)
     model, tokenizer = run.load()
+    if run.start is not None:
+        replace(run.start, scales=None).apply(model)
     advance()
     layers = probe(model)
     length = _check_lengths(run, model, layers, to, train_length)
-    notes = check_compatible(run.names, layers, model.config, str(run.source), run.config)
+    notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
     splits = _split_text(data, tokenizer, to, length, run)
     advance()
     job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
+    if run.start is not None:
+        job = start_from(run.start, job, str(run.model))
+        notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
     unused = unused_settings(run.names, layers, model, job, run.config)
     return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused))
 
@@ -265,7 +279,7 @@ def _make_job(
         train_length,
         splits["search"].ids,
         splits["choose"].ids,
-        name=str(run.source),
+        name=str(run.model),
         position=run.position,
         seed=run.config.seed,
         folder=out.with_name(f".{out.name}.search"),
@@ -282,7 +296,15 @@ def _check_lengths(
     train_length: int | None,
 ) -> int:
     """The train length; refuse a target that cannot be reached from it."""
-    source, config_length = run.source, config_train_length(model.config)
+    source, config_length = run.model, config_train_length(model.config)
+    if run.start is not None:
+        if train_length not in (None, run.start.train_length):
+            raise FarspanError(
+                f"{source} is a patch for a model that was trained on {run.start.train_length} "
+                f"tokens, and --train-length says {train_length}; remove it, or extend its base "
+                "model"
+            )
+        train_length = run.start.train_length
     length, rows = train_length or config_length, max_positions(model.config, layers)
     if length is None:
         raise FarspanError(
@@ -344,14 +366,14 @@ def _split_text(
 
 
 @contextmanager
-def _search_folder(job: FitJob, config: ExtendConfig, method: str) -> Iterator[None]:
+def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
     """Resume an interrupted search of the same extension, refuse another one's, clean up.
 
     A search that finished, or that failed before its first checkpoint, leaves nothing behind.
     """
     folder = job.folder
     assert folder is not None
-    claim, file = _search_claim(job, config, method), folder / "claim.toml"
+    claim, file = _search_claim(job, run), folder / "claim.toml"
     is_main = processes().is_main_process
     with lock_run(folder):
         checkpoints = list(folder.glob("*/checkpoints/step-*"))
@@ -371,7 +393,7 @@ def _search_folder(job: FitJob, config: ExtendConfig, method: str) -> Iterator[N
             if isinstance(error, RuntimeError) and out_of_memory(error):
                 raise FarspanError(
                     f"out of memory on windows of {job.search.shape[1]} tokens; rerun with "
-                    f"{_smaller_batches(method.split('+'), config)}a shorter target than "
+                    f"{_smaller_batches(run.names, run.config)}a shorter target than "
                     f"{job.target}"
                 ) from error
             raise
@@ -387,14 +409,16 @@ def _remove_old_search(folder: Path, claim: str) -> None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def _search_claim(job: FitJob, config: ExtendConfig, method: str) -> str:
+def _search_claim(job: FitJob, run: _ExtendRun) -> str:
     """Everything that the result of a search depends on, as text."""
+    config, method = run.config, run.method
     no_effect: dict[str, Any] = {"micro_batch": 1, "save_every": 1}
     search, tuning = replace(config.search, **no_effect), replace(config.tuning, **no_effect)
     recipe = to_toml(replace(config, search=search, tuning=tuning))
     text = hashlib.sha256(job.search.numpy().tobytes() + job.choose.numpy().tobytes()).hexdigest()
     lengths = f"{method} to {job.target} from {job.train_length}"
-    return f"# {lengths}, weights {job.model}, text {text}\n{recipe}"
+    patch = "" if run.start is None else f", patch {run.start.fingerprint}"
+    return f"# {lengths}, weights {job.model}{patch}, text {text}\n{recipe}"
 
 
 def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
@@ -415,9 +439,11 @@ def _fit(prepared: _Prepared, out: Path) -> ExtendResult:
     """Measure, fit, measure again. The model ends up patched; the proof is still missing."""
     run, model, job = prepared.run, prepared.model, prepared.job
     report = prepared.splits["report"].ids
-    before, base_curve = _measure(model, prepared.tokenizer, report, job, run.config)
-    check_losses(model, torch.from_numpy(base_curve), job.name)
-    patch, notes = fit_methods(model, prepared.layers, job, run.config, run.names)
+    with _scaled(model, job.start):
+        before, base_curve = _measure(model, prepared.tokenizer, report, job, run.config)
+        check_losses(model, torch.from_numpy(base_curve), job.name)
+    start = run.start and replace(run.start, scales=None)
+    patch, notes = fit_methods(model, prepared.layers, job, run.config, run.names, start)
     after, curve = _measure(model, prepared.tokenizer, report, job, run.config)
     if not np.isfinite(curve).all():
         raise FarspanError(
@@ -436,6 +462,17 @@ def _fit(prepared: _Prepared, out: Path) -> ExtendResult:
         notes=(*prepared.notes, *notes, *_warnings(before, after, job.target)),
         details=job.details,
     )
+
+
+@contextmanager
+def _scaled(model: PreTrainedModel, scales: Scales | None) -> Iterator[None]:
+    """Run a block with these scales."""
+    if scales is not None:
+        seam.install(model, scales)
+    try:
+        yield
+    finally:
+        seam.remove_scales(model)
 
 
 def _cache_sizes(
@@ -567,6 +604,7 @@ def _write_record(
             "position": job.position,
             "device": device,
             "recipe": asdict(run.config),
+            **({} if run.start is None else {"start": run.start.describe()}),
         },
         {
             "before": result.before,

@@ -461,7 +461,8 @@ def _fit(
     job = make_fit_job(
         model, layers, target, length, search, choose, tokenizer=tokenizer, **settings
     )
-    if method in ("headscale", "headlog") and not config.search.init:
+    starts_from_uniform = config.search.steps and not config.search.init
+    if method in ("headscale", "headlog") and starts_from_uniform:
         key = (cell.model, target, config.search.constraint, config.choose_windows)
         if key not in texts.uniform_scales:
             texts.uniform_scales[key] = best_uniform(model, job, config.search)
