@@ -628,6 +628,36 @@ def test_facts_need_a_tokenizer():
     assert_unchanged(model, before)
 
 
+def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
+    """With every token in its place, but for the rest of a window that is too short."""
+    whole = [torch.arange(72).reshape(2, 36) + 100 * number for number in range(4)]
+
+    def cut(share: float, seed: int = 0) -> list[list[torch.Tensor]]:
+        batches = swan_module._with_short_windows(lambda step: whole, seed, share, 16)
+        return [batches(step) for step in range(100)]
+
+    for ids, expected in zip(cut(1.0)[0], whole, strict=True):
+        assert torch.equal(ids.reshape(2, 2, 16).flatten(1), expected[:, :32])
+    assert all(ids is expected for ids, expected in zip(cut(0.0)[0], whole, strict=True))
+    first, again, other = (
+        [len(ids) > 2 for step in cut(0.25, seed) for ids in step] for seed in (0, 0, 1)
+    )
+    assert sum(first) == pytest.approx(100, abs=30)
+    assert first == again, "a resumed run cuts the same ones"
+    assert first != other
+
+
+def test_short_windows_are_as_long_as_the_window(monkeypatch):
+    model, lengths = BY_NAME["llama"].build(), set()
+    monkeypatch.setattr(
+        swan_module.DistillModule,
+        "forward",
+        lambda self, ids: lengths.add(ids.shape[1]) or self.model(ids).logits.mean(),
+    )
+    swan(model, job_for(model), replace(EVEN, short=0.5), QUICK)
+    assert lengths == {WINDOW, LENGTH}
+
+
 # Refusals.
 
 
@@ -641,6 +671,7 @@ def test_facts_need_a_tokenizer():
         ({"loss": "mse"}, "swan.loss is 'mse'; choose kl or cross-entropy"),
         ({"repeats": -0.1}, "swan.repeats is -0.1; choose a share from 0 to 1"),
         ({"facts": 1.5}, "swan.facts is 1.5; choose a share from 0 to 1"),
+        ({"short": -0.1}, "swan.short is -0.1; choose a share from 0 to 1"),
         ({"repeats": 0.6, "facts": 0.5}, "swan.repeats and swan.facts are 1.1 together; choose"),
         ({"facts": 0.8}, "swan.repeats and swan.facts are 1.05 together"),
         ({"spacing": 0}, "swan.spacing is 0; choose 1 or more"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -58,7 +59,7 @@ class SwanConfig:
     """Settings of swan; 0 is a default that depends on the train length L."""
 
     window: int = 0  # keys that a rotary layer sees; 0: L/4, at most 512
-    global_share: float = 0.25  # of the layers, that see all keys
+    global_share: float = 0.125  # of the layers, that see all keys
     layers: str = "measured"  # where the global layers are: measured, or even (at equal distances)
     rotation: str = "fast"  # of global layers: fast (dimensions up to max_period) or none
     max_period: int = 0  # of the dimensions that global layers rotate, in tokens; 0: L/2
@@ -67,6 +68,7 @@ class SwanConfig:
     tokens: int = 32_000_000  # of distillation
     length: int = 0  # of its windows; 0: L, at most 8,192
     loss: str = "kl"  # kl: from the base; cross-entropy: on the text
+    short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.0  # share of the windows with facts that are asked for at the end
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
@@ -84,7 +86,7 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)!r}; choose {' or '.join(choices)}"
                 )
-        for name in ("repeats", "facts"):
+        for name in ("repeats", "facts", "short"):
             if not 0 <= getattr(self, name) <= 1:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
@@ -345,7 +347,12 @@ def _distill(
 ) -> dict[str, Tensor]:
     training = WeightTraining(
         DistillModule(model, teacher) if config.loss == "kl" else LossModule(model),
-        job.batches(plan.batch, plan.micro_batch, model.device, _recall_rows(job, config)),
+        _with_short_windows(
+            job.batches(plan.batch, plan.micro_batch, model.device, _recall_rows(job, config)),
+            job.seed,
+            config.short,
+            min(plan.length, config.window_for(job.train_length)),
+        ),
         tokens=plan.batch * plan.length,
         steps=plan.steps,
         optimization=OptimizerConfig(
@@ -364,6 +371,25 @@ def _distill(
         ),
     )
     return train_weights(model, job, "distill", tuning, training)
+
+
+def _with_short_windows(
+    batches: Callable[[int], list[Tensor]], seed: int, share: float, length: int
+) -> Callable[[int], list[Tensor]]:
+    """Cut a share of the micro batches into windows of `length` tokens.
+
+    Short prompts depend on the first positions of a window, which few tokens of long windows are.
+    """
+
+    def cut(ids: Tensor) -> Tensor:
+        count = ids.shape[1] // length
+        return ids[:, : count * length].reshape(-1, length)
+
+    def batches_of_step(step: int) -> list[Tensor]:
+        rng = np.random.default_rng((seed, 2, step))
+        return [cut(ids) if rng.random() < share else ids for ids in batches(step)]
+
+    return batches_of_step
 
 
 def _recall_rows(job: FitJob, config: SwanConfig) -> Callable[[Tensor, int], Tensor] | None:
