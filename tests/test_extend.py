@@ -480,6 +480,18 @@ def test_a_search_reads_windows_with_repeated_spans(monkeypatch):
     assert not torch.equal(plain.scales.base, searched.scales.base)
 
 
+def test_a_search_repeats_spans_of_the_length_that_is_set(monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    job = replace(job_for(model), train_length=8)
+    asked = []
+    monkeypatch.setattr(
+        "farspan.methods.headscale.recall_rows", lambda seed, **options: asked.append(options)
+    )
+    headscale(model, job, QUICK)
+    headscale(model, job, replace(QUICK, spans=(6, 7)))
+    assert [options["spans"] for options in asked] == [(16, 128), (6, 7)]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_match_their_formulas(name):
     model = BY_NAME["farspan-none"].build()
@@ -1415,6 +1427,8 @@ def test_bf16_weights_are_tuned_in_float32():
         lambda: SearchConfig(batch=0),
         lambda: SearchConfig(save_every=0),
         lambda: SearchConfig(repeats=1.5),
+        lambda: SearchConfig(spans=(1, 8)),
+        lambda: SearchConfig(spans=(8, 8)),
         lambda: TuningConfig(steps=-1),
         lambda: ExtendConfig(passkeys=-1),
         lambda: ExtendConfig(choose_windows=0),
@@ -1424,7 +1438,7 @@ def test_bf16_weights_are_tuned_in_float32():
 def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(
         FarspanError,
-        match="(lr|batch|save_every|repeats|steps|passkeys|choose_windows|seed) is",
+        match="(lr|batch|save_every|repeats|spans|steps|passkeys|choose_windows|seed) is",
     ):
         wrong()
 

@@ -84,6 +84,14 @@ def test_rows_too_short_for_two_spans_stay_unchanged(length, min_distance):
     assert not known.any()
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), (40, 41), (100, 200)])
+def test_spans_have_the_sizes_that_are_asked_for(sizes):
+    for seed in range(50):
+        row, known = repeat_spans(ROW[:512], np.random.default_rng(seed), 64, sizes)
+        assert sizes[0] <= int(known.sum()) + 1 < sizes[1], "one span in 512 tokens"
+        assert int((row != ROW[:512]).sum()) == int(known.sum()) + 1
+
+
 @pytest.mark.parametrize(("length", "min_distance"), [(4, 0), (20, 16), (21, 16)])
 def test_the_shortest_rows_hold_two_tokens_twice(length, min_distance):
     row, known = repeated(0, min_distance, length)

@@ -48,7 +48,13 @@ DIGITS = (2, 3, 4, 6, 8)  # passkeys have five, needles seven
 
 
 def recall_rows(
-    seed: int, *, repeats: float, min_distance: int, facts: float = 0.0, tokenizer: Any = None
+    seed: int,
+    *,
+    repeats: float,
+    min_distance: int,
+    spans: tuple[int, int] = SPAN_SIZES,
+    facts: float = 0.0,
+    tokenizer: Any = None,
 ) -> Callable[[Tensor, int], Tensor] | None:
     """A function that makes a share of the windows reward looking far back, or None.
 
@@ -64,21 +70,26 @@ def recall_rows(
         if draw < facts:
             return fact_rows.row(row, rng)
         if draw < facts + repeats:
-            return repeat_spans(row, rng, min(min_distance, len(row) // 2))[0]
+            return repeat_spans(row, rng, min(min_distance, len(row) // 2), spans)[0]
         return row
 
     return change_row
 
 
-def repeat_spans(row: Tensor, rng: np.random.Generator, min_distance: int) -> tuple[Tensor, Tensor]:
-    """A row [T] in which some spans stand again at least `min_distance` tokens later.
+def repeat_spans(
+    row: Tensor,
+    rng: np.random.Generator,
+    min_distance: int,
+    sizes: tuple[int, int] = SPAN_SIZES,
+) -> tuple[Tensor, Tensor]:
+    """A row [T] in which some spans of `sizes` stand again at least `min_distance` tokens later.
 
     Returns it with a mask [T] of the tokens that can be known from the first occurrence.
     """
     row, known = row.clone(), torch.zeros(len(row), dtype=torch.bool)
     used = torch.zeros_like(known)  # by spans so far: overwriting one would break its repetition
     for _ in range(max(1, len(row) // SPAN_EVERY)):
-        size = int(rng.integers(*SPAN_SIZES))
+        size = int(rng.integers(*sizes))
         size = min(size, (len(row) - min_distance) // 2)
         if size < 2:
             break

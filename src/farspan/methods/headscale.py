@@ -22,7 +22,7 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import BASES, RelativeScales, Scales
-from farspan.data.recall import recall_rows
+from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, lowest_loss, scaled_loss
 from farspan.methods.uniform import uniform
@@ -53,6 +53,7 @@ class SearchConfig:
     init: float = 0.0  # the λ̂ to start from; 0: 1, with a number of steps the best uniform λ̂
     beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
     repeats: float | None = None  # share of the windows with spans that stand twice
+    spans: tuple[int, int] = SPAN_SIZES  # tokens of such a span, at least and below
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
@@ -68,6 +69,11 @@ class SearchConfig:
             raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
         if not 0 <= (self.repeats or 0) <= 1:
             raise FarspanError(f"search.repeats is {self.repeats:g}; choose a share from 0 to 1")
+        if not 2 <= self.spans[0] < self.spans[1]:
+            raise FarspanError(
+                f"search.spans is {list(self.spans)}; choose two lengths in tokens, the first 2 or "
+                "more and below the second"
+            )
         if self.init < 0 or (self.warmup or 0) < 0:
             raise FarspanError(
                 f"search.init is {self.init:g} and search.warmup is {self.warmup or 0}; "
@@ -388,7 +394,12 @@ def _search_task(
             plan.batch,
             plan.micro_batch,
             model.device,
-            recall_rows(job.seed, repeats=plan.repeats, min_distance=job.train_length // 4),
+            recall_rows(
+                job.seed,
+                repeats=plan.repeats,
+                min_distance=job.train_length // 4,
+                spans=search.spans,
+            ),
         ),
         tokens=plan.batch * (job.search.shape[1] - 1),
         after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
