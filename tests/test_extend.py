@@ -1429,6 +1429,8 @@ def test_bf16_weights_are_tuned_in_float32():
         lambda: SearchConfig(repeats=1.5),
         lambda: SearchConfig(spans=(1, 8)),
         lambda: SearchConfig(spans=(8, 8)),
+        lambda: SearchConfig(spans=(8,)),
+        lambda: SearchConfig(spans=(2, 4, 8)),
         lambda: TuningConfig(steps=-1),
         lambda: ExtendConfig(passkeys=-1),
         lambda: ExtendConfig(choose_windows=0),

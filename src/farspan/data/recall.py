@@ -6,7 +6,7 @@ passkey and needle evaluations stay unseen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def recall_rows(
     *,
     repeats: float,
     min_distance: int,
-    spans: tuple[int, int] = SPAN_SIZES,
+    spans: Sequence[int] = SPAN_SIZES,
     facts: float = 0.0,
     tokenizer: Any = None,
 ) -> Callable[[Tensor, int], Tensor] | None:
@@ -80,7 +80,7 @@ def repeat_spans(
     row: Tensor,
     rng: np.random.Generator,
     min_distance: int,
-    sizes: tuple[int, int] = SPAN_SIZES,
+    sizes: Sequence[int] = SPAN_SIZES,
 ) -> tuple[Tensor, Tensor]:
     """A row [T] in which some spans of `sizes` stand again at least `min_distance` tokens later.
 

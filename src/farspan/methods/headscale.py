@@ -53,7 +53,7 @@ class SearchConfig:
     init: float = 0.0  # the λ̂ to start from; 0: 1, with a number of steps the best uniform λ̂
     beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
     repeats: float | None = None  # share of the windows with spans that stand twice
-    spans: tuple[int, int] = SPAN_SIZES  # tokens of such a span, at least and below
+    spans: tuple[int, ...] = SPAN_SIZES  # tokens of such a span, at least and below
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
@@ -69,7 +69,7 @@ class SearchConfig:
             raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
         if not 0 <= (self.repeats or 0) <= 1:
             raise FarspanError(f"search.repeats is {self.repeats:g}; choose a share from 0 to 1")
-        if not 2 <= self.spans[0] < self.spans[1]:
+        if len(self.spans) != 2 or not 2 <= self.spans[0] < self.spans[1]:
             raise FarspanError(
                 f"search.spans is {list(self.spans)}; choose two lengths in tokens, the first 2 or "
                 "more and below the second"
