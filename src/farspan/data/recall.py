@@ -89,7 +89,7 @@ def repeat_spans(
     row, known = row.clone(), torch.zeros(len(row), dtype=torch.bool)
     used = torch.zeros_like(known)  # by spans so far: overwriting one would break its repetition
     for _ in range(max(1, len(row) // SPAN_EVERY)):
-        size = int(rng.integers(*sizes))
+        size = int(rng.integers(sizes[0], sizes[1]))
         size = min(size, (len(row) - min_distance) // 2)
         if size < 2:
             break
