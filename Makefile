@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test long oldest check lint types dev wheel clean
+.PHONY: demo test long mutants oldest check lint types dev wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -19,6 +19,10 @@ test: $(VENV)/.installed
 # The tests that take minutes.
 long: $(VENV)/.installed
 	$(PYTEST) -m long
+
+# Does a test notice when one operator or number of the code changes? Rerun to resume.
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python tests/mutants.py
 
 # The same tests on the oldest transformers that farspan supports.
 oldest:
