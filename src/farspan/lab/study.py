@@ -44,6 +44,10 @@ ENCODINGS: dict[str, tuple[str, float]] = {
     "rotary-quarter": ("rope", 0.25),  # what Kazemnejad 2023's code trained as rotary
     "sinusoidal": ("sinusoidal", 1.0),  # called APE in Kazemnejad 2023
     "learned": ("learned", 1.0),  # rows beyond the train length stay untrained
+    "kerple": ("kerple", 1.0),
+    "fire": ("fire", 1.0),
+    "cope": ("cope", 1.0),
+    "randomized": ("randomized", 1.0),
 }
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest

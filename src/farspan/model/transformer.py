@@ -25,14 +25,8 @@ from transformers.utils.generic import can_return_tuple
 from farspan.errors import FarspanError
 from farspan.model import attend as biased_attention
 from farspan.model.config import FULL, SLIDING, FarspanConfig
-from farspan.model.positions import (
-    AlibiBias,
-    PlacedBias,
-    Position,
-    alibi_slopes,
-    build_position,
-    rotate,
-)
+from farspan.model.encodings import Encoding, PlacedEncoding, adds_scores, build_position
+from farspan.model.positions import AlibiBias, PlacedBias, Position, alibi_slopes, rotate
 
 eager_attention_forward = biased_attention.attend  # the seam looks it up here
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
@@ -55,7 +49,10 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class FarspanAttention(nn.Module):
-    """Grouped-query attention; angles and score bias of the position encoding are arguments."""
+    """Grouped-query attention; what the position encoding does is an argument.
+
+    That is angles or a rotation (an encoding of the open protocol with positions [B or 1, tokens]),
+    and a bias of the scores."""
 
     def __init__(self, config: FarspanConfig, layer_idx: int):
         super().__init__()
@@ -78,6 +75,7 @@ class FarspanAttention(nn.Module):
         hidden_states,
         attention_mask=None,
         angles=None,
+        rotation=None,
         bias=None,
         past_key_values=None,
         positions_to_keep=0,
@@ -89,9 +87,14 @@ class FarspanAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if angles is not None:
             q, k = rotate(q, k, angles)
+        if rotation is not None:
+            encoding, positions = rotation
+            q, k = encoding.rotate(q, k, positions[:, -q.shape[2] :], positions)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if bias is not None:
+            if isinstance(bias, PlacedEncoding):
+                bias = bias.bind(q * self.scaling, k)
             kwargs["bias"] = bias
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, biased_attention.attend
@@ -175,16 +178,20 @@ class FarspanPreTrainedModel(PreTrainedModel):
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
         """Layers with a score bias need the attention function that does not drop it."""
-        if not {"alibi", "t5"} & set(self.config.position):
+        if not self._biased_kinds():
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         if requested_attention in (None, "sdpa"):
             return biased_attention.NAME
         if biased_attention.NAME not in requested_attention:
             raise FarspanError(
-                f"attention {requested_attention!r} would drop the score bias of alibi and t5 "
-                "layers; do not set attn_implementation"
+                f"attention {requested_attention!r} would drop the score bias of "
+                f"{' and '.join(self._biased_kinds())} layers; do not set attn_implementation"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def _biased_kinds(self) -> list[str]:
+        custom = self.config.custom_encodings
+        return [kind for kind in sorted(set(self.config.position)) if adds_scores(kind, custom)]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -225,6 +232,7 @@ class FarspanModel(FarspanPreTrainedModel):
         The last layer computes no others, where its attention backend allows that."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = self._check_call(attention_mask, past_key_values, use_cache)
         checkpointing = self.gradient_checkpointing and self.training
         if use_cache and past_key_values is None and not checkpointing:
             past_key_values = DynamicCache(config=self.config)
@@ -243,6 +251,8 @@ class FarspanModel(FarspanPreTrainedModel):
                 states.append(x)
             mask, bias = masks[span], biases.get((kind, span))
             options = {"attention_mask": mask, "angles": angles[kind], "bias": bias}
+            if isinstance(self._position(kind), Encoding):
+                options["rotation"] = self._position(kind), position_ids
             if layer is self.layers[-1] and self._can_skip_queries(positions_to_keep, x):
                 options |= self._last_layer_options(
                     positions_to_keep, x, mask, bias, past_key_values
@@ -266,6 +276,33 @@ class FarspanModel(FarspanPreTrainedModel):
             # traffic for no gain.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return self.dropout(x), angles
+
+    def _encodings(self) -> list[Encoding]:
+        """The encodings of the open protocol."""
+        return [position for position in self.positions.values() if isinstance(position, Encoding)]
+
+    def _check_call(self, attention_mask, past_key_values, use_cache: bool) -> bool:
+        """Refuse what an encoding of the open protocol cannot do; returns whether to cache."""
+        if any(encoding.random for encoding in self._encodings()):
+            if past_key_values is not None:
+                raise FarspanError(
+                    "randomized positions are drawn for a whole text, so its cached start would "
+                    "have others; set use_cache=False"
+                )
+            return False
+        scoring = [kind for kind in self._biased_kinds() if kind not in ("alibi", "t5")]
+        if scoring and attention_mask is not None:
+            # Their scores depend on more than distances, which padding does not change.
+            if isinstance(attention_mask, dict):
+                raise FarspanError(
+                    f"{scoring[0]} layers cannot use a static cache; use a dynamic one"
+                )
+            if not attention_mask.all():
+                raise FarspanError(
+                    f"{scoring[0]} layers cannot run a padded batch; run texts of one length, or "
+                    "one text at a time"
+                )
+        return use_cache
 
     def _position(self, kind: str) -> Position:
         return self.positions[kind]  # type: ignore[return-value]  # ModuleDict is untyped
@@ -300,7 +337,12 @@ class FarspanModel(FarspanPreTrainedModel):
         return 0 < positions_to_keep < x.shape[1] and "sdpa" in self.config._attn_implementation
 
     def _last_layer_options(
-        self, count: int, x: Tensor, mask, bias: PlacedBias | None, past_key_values
+        self,
+        count: int,
+        x: Tensor,
+        mask,
+        bias: PlacedBias | PlacedEncoding | None,
+        past_key_values,
     ) -> dict[str, Any]:
         """The arguments of the last layer for the last `count` queries only.
 
@@ -317,14 +359,15 @@ class FarspanModel(FarspanPreTrainedModel):
             bias = replace(bias, query_index=bias.query_index[-count:], blocks=None)
         return {"attention_mask": mask, "bias": bias, "positions_to_keep": count}
 
-    def _biases(self, queries: int, device, past_key_values) -> dict[tuple[str, str], PlacedBias]:
+    def _biases(
+        self, queries: int, device, past_key_values
+    ) -> dict[tuple[str, str], PlacedBias | PlacedEncoding]:
         """The score bias of each encoding and layer type, at the cache slots of this call."""
         pairs = zip(self.config.position, self.config.layer_types, strict=True)
         first = {pair: index for index, pair in reversed(list(enumerate(pairs)))}
-        placed = {}
+        placed: dict[tuple[str, str], PlacedBias | PlacedEncoding] = {}
         for (kind, span), index in first.items():
-            bias = self._position(kind).bias
-            if bias is None:
+            if not adds_scores(kind, self.config.custom_encodings):
                 continue
             past, keys, offset, blocks = 0, queries, 0, None
             if past_key_values is not None:
@@ -332,13 +375,15 @@ class FarspanModel(FarspanPreTrainedModel):
                 keys, offset = past_key_values.get_mask_sizes(queries, index)
             elif device.type == "cuda":
                 blocks = biased_attention.causal_blocks(queries, device)
-            placed[kind, span] = PlacedBias(
-                bias(keys),
-                bias.heads,
-                torch.arange(queries, device=device) + past,
-                torch.arange(keys, device=device) + offset,
-                blocks,
-            )
+            query_index = torch.arange(queries, device=device) + past
+            key_index = torch.arange(keys, device=device) + offset
+            position = self._position(kind)
+            if isinstance(position, Encoding):
+                placed[kind, span] = PlacedEncoding(position, query_index, key_index)
+            elif (bias := position.bias) is not None:
+                placed[kind, span] = PlacedBias(
+                    bias(keys), bias.heads, query_index, key_index, blocks
+                )
         return placed
 
 
@@ -350,6 +395,8 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         self.model = FarspanModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        if any(encoding.random for encoding in self.model._encodings()):
+            self.generation_config.use_cache = False
 
     @can_return_tuple
     def forward(
