@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from numbers import Integral
-from types import MappingProxyType
 from typing import ClassVar
 
 from transformers import PreTrainedConfig
@@ -34,7 +33,7 @@ class FarspanConfig(PreTrainedConfig):
 
     model_type = "farspan"
     keys_to_ignore_at_inference = ("past_key_values",)
-    custom_encodings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    custom_encodings: ClassVar[dict[str, str]] = {}
 
     vocab_size: int = 32_000
     hidden_size: int = 512
