@@ -5,6 +5,8 @@ The examples are those of docs/lab.md.
 
 from __future__ import annotations
 
+import colorsys
+import hashlib
 import itertools
 import json
 import re
@@ -18,7 +20,7 @@ import torch
 
 import farspan
 from farspan import cli
-from farspan.custom_code import import_attribute, source_hash
+from farspan.custom_code import import_code, imported, source_hash
 from farspan.errors import CorruptError, FarspanError
 from farspan.lab.custom_tasks import CustomTask, SplitTask, load_custom_task
 from farspan.lab.fleet import Fleet
@@ -247,7 +249,6 @@ def test_code_runs_only_when_it_is_trusted(tmp_path, command):
     assert code_with == 0, output
     assert json.loads(output)["models"] == 1
     assert marker.exists()
-    (tmp_path / "mine.py").write_text(code + "\n# changed\n")
     with pytest.raises(FarspanError, match="add --trust-remote-code"):
         read_study(recipe)
 
@@ -587,7 +588,6 @@ def test_saved_model_carries_its_encoding(tmp_path, command):
     assert json.loads((moved / "config.json").read_text())["custom_encodings"] == {
         "recent": "recent.py:Recent"
     }
-    (moved / "recent.py").write_text((moved / "recent.py").read_text() + "\n# other code\n")
     with pytest.raises(FarspanError, match="runs Python code .* add --trust-remote-code"):
         farspan.load(moved)
 
@@ -651,7 +651,6 @@ def test_bad_encodings_are_refused_before_training(tmp_path, message):
 
 def test_encoding_is_not_run_without_trust(tmp_path):
     recipe = write_recipe(tmp_path, own_encoding(tmp_path, TURN, "Turn"), ("copy",), ("mine",))
-    (tmp_path / "mine.py").write_text(TURN + f"# {tmp_path}\n")  # not imported by another test
     with pytest.raises(FarspanError, match="runs Python code .* add --trust-remote-code"):
         read_study(recipe)
     with pytest.raises(FarspanError, match="has the name of a built-in encoding"):
@@ -663,7 +662,46 @@ def test_encoding_is_not_run_without_trust(tmp_path):
 def test_code_of_an_installed_module():
     """`module:name`, with the hash of the module's file."""
     with pytest.raises(FarspanError, match="add --trust-remote-code"):
-        import_attribute("colorsys:rgb_to_hsv", "key")
-    function = import_attribute("colorsys:rgb_to_hsv", "key", trust_remote_code=True)
+        imported("colorsys:rgb_to_hsv", "key")
+    with pytest.raises(FarspanError, match="add --trust-remote-code"):
+        import_code("colorsys:rgb_to_hsv", "key", trust_remote_code=False)
+    function = import_code("colorsys:rgb_to_hsv", "key", trust_remote_code=True)
     assert function(0, 0, 1)[2] == 1
-    assert len(source_hash("colorsys:rgb_to_hsv", "key")) == 64
+    assert imported("colorsys:rgb_to_hsv", "key") is function
+    expected = hashlib.sha256(Path(colorsys.__file__).read_bytes()).hexdigest()
+    assert source_hash("colorsys:rgb_to_hsv", "key") == expected
+
+
+def test_imported_code_stays_as_it_was(tmp_path):
+    """A file that changes during a run changes nothing; the next trusted call imports it again."""
+    file = tmp_path / "code.py"
+    file.write_text("value = 1\n")
+    reference = f"{file}:value"
+    assert import_code(reference, "key", trust_remote_code=True) == 1
+    before = source_hash(reference, "key")
+    file.write_text("value = 2\n")
+    assert imported(reference, "key") == 1
+    assert source_hash(reference, "key") == before
+    assert import_code(reference, "key", trust_remote_code=True) == 2
+    assert source_hash(reference, "key") != before
+    file.unlink()
+    assert imported(reference, "key") == 2
+    with pytest.raises(FarspanError, match="cannot be read .*; correct the path"):
+        import_code(reference, "key", trust_remote_code=True)
+
+
+def test_saving_a_loaded_model_keeps_its_code(tmp_path):
+    """The folder has the code that ran, not what the file has become since."""
+    more = own_encoding(tmp_path, TURN, "Turn")
+    study = read_study(write_recipe(tmp_path, more, ("copy",), ("mine",)), **TRUST)
+    config = network_config(
+        study.sizes["mini"], "mine", WordTokenizer(), 8, 8, study.custom_encodings
+    )
+    model = FarspanForCausalLM(config).eval()
+    (tmp_path / "mine.py").write_text("raise ValueError")
+    model.save_pretrained(tmp_path / "one")
+    assert model.config.custom_encodings == study.custom_encodings, "the model itself is unchanged"
+    farspan.load(tmp_path / "one", **TRUST).model.save_pretrained(tmp_path / "two")
+    assert (tmp_path / "two" / "mine.py").read_text() == TURN
+    ids = torch.arange(5, 14)[None]
+    assert torch.equal(farspan.load(tmp_path / "two", **TRUST).model(ids).logits, model(ids).logits)

@@ -1,16 +1,17 @@
 """Python code that a recipe or a model folder names as `file.py:name` or `module:name`.
 
-Nothing is imported until one call allows it with trust_remote_code. What was imported then stays
-available to the process, so that functions deep below need no permission of their own.
+`import_code` is the only place that runs it, and only with trust_remote_code. What it has imported
+stays as it was, even if the file changes: `imported` returns it to functions deep below, and
+`source_hash` and `source_code` are of the code that runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,19 @@ from typing import Any
 from farspan.errors import FarspanError, first_line
 
 _FORM = "write file.py:name, or module:name of an installed package"
-_imported: dict[str, tuple[ModuleType, str]] = {}  # by module name, with the hash of the source
+
+
+@dataclass(frozen=True, eq=False)
+class _Code:
+    module: ModuleType
+    source: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.source).hexdigest()
+
+
+_imported: dict[str, _Code] = {}  # by path, or by the name of a module
 
 
 def resolve_reference(reference: str, folder: Path, key: str) -> str:
@@ -42,17 +55,51 @@ def resolve_inside(path: str, folder: Path, key: str) -> Path:
     return full
 
 
-def import_attribute(reference: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """What a reference names. Its module is imported once, and again when its file has changed."""
-    module, name = _import(reference, key, trust_remote_code)[0], _split(reference, key)[1]
+def import_code(reference: str, key: str, *, trust_remote_code: bool) -> Any:
+    """Run the code of a reference if it is trusted, again if its file has changed."""
+    if not trust_remote_code:
+        raise _untrusted(reference, key)
+    source, _ = _split(reference, key)
+    if source.endswith(".py"):
+        content = _read(Path(source), key)
+        if source not in _imported or _imported[source].source != content:
+            _imported[source] = _Code(_run(source, content, reference, key), content)
+    elif source not in _imported:
+        module = _run(source, None, reference, key)
+        file = getattr(module, "__file__", None)
+        _imported[source] = _Code(module, _read(Path(file), key) if file else b"")
+    return imported(reference, key)
+
+
+def imported(reference: str, key: str) -> Any:
+    """What a reference names, of imported code."""
+    module, name = _code(reference, key).module, _split(reference, key)[1]
     if not hasattr(module, name):
         raise FarspanError(f"{key} is {reference!r}, but its file defines no {name}; correct it")
     return getattr(module, name)
 
 
 def source_hash(reference: str, key: str) -> str:
-    """The SHA-256 of the file of an imported reference."""
-    return _import(reference, key, trust_remote_code=False)[1]
+    """The SHA-256 of imported code."""
+    return _code(reference, key).sha256
+
+
+def source_code(reference: str, key: str) -> bytes:
+    """The file of imported code, as it was when it was imported."""
+    return _code(reference, key).source
+
+
+def _code(reference: str, key: str) -> _Code:
+    source, _ = _split(reference, key)
+    if source not in _imported:
+        raise _untrusted(reference, key)
+    return _imported[source]
+
+
+def _untrusted(reference: str, key: str) -> FarspanError:
+    return FarspanError(
+        f"{key} runs Python code ({reference}); if you trust it, add --trust-remote-code"
+    )
 
 
 def _split(reference: str, key: str) -> tuple[str, str]:
@@ -63,50 +110,33 @@ def _split(reference: str, key: str) -> tuple[str, str]:
     return source, name
 
 
-def _import(reference: str, key: str, trust_remote_code: bool) -> tuple[ModuleType, str]:
-    source, _ = _split(reference, key)
-    content = b""
-    name = source
-    if source.endswith(".py"):
-        content = _read(Path(source), key)
-        # The name includes the content: a file that has changed is another module.
-        name = f"_farspan_custom_{hashlib.sha256(source.encode() + content).hexdigest()[:16]}"
-    if name in _imported:
-        return _imported[name]
-    if not trust_remote_code:
-        raise FarspanError(
-            f"{key} runs Python code ({reference}); if you trust it, add --trust-remote-code"
-        )
-    try:
-        module = _run_file(name, source) if content else importlib.import_module(source)
-    except Exception as error:  # whatever the code raises
-        sys.modules.pop(name, None) if content else None
-        raise FarspanError(
-            f"{key} is {reference!r}, which cannot be imported ({type(error).__name__}: "
-            f"{first_line(error)}); fix the code"
-        ) from error
-    if not content and getattr(module, "__file__", None):
-        content = _read(Path(str(module.__file__)), key)
-    _imported[name] = module, hashlib.sha256(content).hexdigest()
-    return _imported[name]
-
-
 def _read(file: Path, key: str) -> bytes:
     try:
         content = file.read_bytes()
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise FarspanError(f"{key} names {file}, which cannot be read ({reason})") from None
-    if not content:
+        raise FarspanError(
+            f"{key} names {file}, which cannot be read ({reason}); correct the path"
+        ) from None
+    if not content.strip():
         raise FarspanError(f"{key} names {file}, which is empty; write the code there")
     return content
 
 
-def _run_file(name: str, file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and torch look classes up by the name of their module
-    spec.loader.exec_module(module)
-    return module
+def _run(source: str, content: bytes | None, reference: str, key: str) -> ModuleType:
+    """Import a module, or a file with this content."""
+    try:
+        if content is None:
+            return importlib.import_module(source)
+        # Another content is another module: instances of the earlier classes stay valid.
+        name = f"farspan_custom_{hashlib.sha256(source.encode() + content).hexdigest()[:16]}"
+        module = ModuleType(name)
+        module.__file__ = source
+        sys.modules[name] = module  # pickle and dataclasses look classes up there
+        exec(compile(content, source, "exec"), module.__dict__)
+        return module
+    except Exception as error:  # whatever the code raises
+        raise FarspanError(
+            f"{key} is {reference!r}, which cannot be imported ({type(error).__name__}: "
+            f"{first_line(error)}); fix the code"
+        ) from error

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
-from farspan.custom_code import import_attribute, resolve_reference
+from farspan.custom_code import import_code, resolve_reference
 from farspan.data.tokens import check_tokenizer, tokenizer_files
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
@@ -307,7 +307,7 @@ def _import_encodings(config: FarspanConfig, source: str | Path, trust_remote_co
     for name, reference in config.custom_encodings.items():
         key = f"the encoding {name} of {source}"
         full = resolve_reference(reference, Path(source), key)
-        import_attribute(full, key, trust_remote_code=trust_remote_code)
+        import_code(full, key, trust_remote_code=trust_remote_code)
         config.custom_encodings[name] = full
 
 

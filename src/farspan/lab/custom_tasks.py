@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from farspan.custom_code import (
-    import_attribute,
+    import_code,
+    imported,
     resolve_inside,
     resolve_reference,
     source_hash,
@@ -65,12 +66,11 @@ class SplitTask(LabTask):
 
 
 def resolve_file(file: str, folder: Path, key: str, *, trust_remote_code: bool) -> str:
-    """The file of a custom task with an absolute path; trusted code is imported."""
+    """The file of a custom task with an absolute path; code is imported, if it is trusted."""
     if not is_code(file):
         return str(resolve_inside(file, folder, key))
     reference = resolve_reference(file, folder, key)
-    if trust_remote_code:
-        import_attribute(reference, key, trust_remote_code=True)
+    import_code(reference, key, trust_remote_code=trust_remote_code)
     return reference
 
 
@@ -141,7 +141,7 @@ def _check_words(name: str, words: Iterable[str]) -> None:
 
 
 def _function_task(name: str, task: CustomTask) -> LabTask:
-    function = import_attribute(task.file, _key(name))
+    function = imported(task.file, _key(name))
     if not callable(function):
         raise FarspanError(
             f"{_key(name)} is {task.file!r}, which is no function; name a function of a length and "

@@ -126,6 +126,14 @@ class Fleet:
         self.single = len(models) == 1 and self.device.type == "cpu"
         self.layer: Callable[..., Tensor] = map_models  # or its compiled form
         self._embedding, self._head = _Embedding(network.model), _Head(network)
+        # All layers have one structure: the first is called with the weights of each.
+        self._layer = network.model.layers[0]
+        positions: Any = network.model.positions
+        self._encoded = {  # once, because a compiled function is compiled for each module
+            kind: _EncodedLayer(self._layer, position)
+            for kind, position in positions.items()
+            if isinstance(position, Encoding)
+        }
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -162,13 +170,11 @@ class Fleet:
             angles = {kind: positions[kind].angles(x, slots) for kind in positions}
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))  # as the network itself does
-            # All layers have one structure: the first is called with the weights of each.
-            first = self.network.model.layers[0]
             for weights, kind in zip(layers, self.network.config.position, strict=True):
                 keywords: dict[str, Any] = {}
-                if isinstance(positions[kind], Encoding):
-                    layer = _EncodedLayer(first, positions[kind])
-                    x = self.layer(layer, _encoded_weights(weights, embedding, kind), x)
+                if kind in self._encoded:
+                    weights = _encoded_weights(weights, embedding, kind)
+                    x = self.layer(self._encoded[kind], weights, x)
                     continue
                 if kind in biases:
                     keywords["bias"] = biases[kind]
@@ -176,7 +182,7 @@ class Fleet:
                     keywords["angles"] = tuple(
                         part.expand(len(self), *part.shape) for part in angles[kind]
                     )
-                x = self.layer(first, weights, x, keywords)
+                x = self.layer(self._layer, weights, x, keywords)
             return map_models(self._head, head, x)
 
     def losses(self, rows: Rows) -> Tensor:
@@ -245,9 +251,7 @@ class _EncodedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         slots = torch.arange(x.shape[1], device=x.device)
-        bias = None
-        if type(self.encoding).scores is not Encoding.scores:
-            bias = PlacedEncoding(self.encoding, slots, slots)
+        bias = PlacedEncoding(self.encoding, slots, slots) if self.encoding.adds_scores else None
         return self.layer(x, rotation=(self.encoding, slots[None]), bias=bias)
 
 

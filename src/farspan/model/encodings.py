@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from farspan.custom_code import import_attribute
+from farspan.custom_code import imported
 from farspan.errors import FarspanError
 from farspan.model.positions import (
     T5,
@@ -63,6 +63,10 @@ class Encoding(Position):
         are [Q] and [K]. Later keys are masked afterwards, so their scores may be any finite
         number."""
         return None
+
+    @property
+    def adds_scores(self) -> bool:
+        return type(self).scores is not Encoding.scores
 
 
 def adds_scores(kind: str, custom: Mapping[str, str]) -> bool:
@@ -226,7 +230,7 @@ def encoding_class(kind: str, custom: Mapping[str, str]) -> type[Encoding] | Non
     if kind not in custom:
         return BUILT_IN.get(kind)
     key = f"the encoding {kind}"
-    cls = import_attribute(custom[kind], key)
+    cls = imported(custom[kind], key)
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise FarspanError(
             f"{key} is {custom[kind]!r}, which is no class of encodings; let it inherit from "

@@ -7,7 +7,9 @@ through the attention seam.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
+from farspan.custom_code import source_code
 from farspan.errors import FarspanError
 from farspan.model import attend as biased_attention
 from farspan.model.config import FULL, SLIDING, FarspanConfig
@@ -189,6 +192,25 @@ class FarspanPreTrainedModel(PreTrainedModel):
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        """As transformers does, with the code of the model's own encodings in the folder."""
+        paths = self.config.custom_encodings
+        for name, reference in paths.items():
+            file, _, cls = reference.rpartition(":")
+            if file.endswith(".py"):
+                Path(save_directory).mkdir(parents=True, exist_ok=True)
+                code = source_code(reference, f"the encoding {name}")
+                (Path(save_directory) / f"{name}.py").write_bytes(code)
+                self.config.custom_encodings = {
+                    **self.config.custom_encodings,
+                    name: f"{name}.py:{cls}",
+                }
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            if paths:
+                self.config.custom_encodings = paths
+
     def _biased_kinds(self) -> list[str]:
         custom = self.config.custom_encodings
         return [kind for kind in sorted(set(self.config.position)) if adds_scores(kind, custom)]
@@ -290,7 +312,11 @@ class FarspanModel(FarspanPreTrainedModel):
                     "have others; set use_cache=False"
                 )
             return False
-        scoring = [kind for kind in self._biased_kinds() if kind not in ("alibi", "t5")]
+        scoring = [
+            kind
+            for kind, encoding in self.positions.items()
+            if isinstance(encoding, Encoding) and encoding.adds_scores
+        ]
         if scoring and attention_mask is not None:
             # Their scores depend on more than distances, which padding does not change.
             if isinstance(attention_mask, dict):
@@ -367,7 +393,9 @@ class FarspanModel(FarspanPreTrainedModel):
         first = {pair: index for index, pair in reversed(list(enumerate(pairs)))}
         placed: dict[tuple[str, str], PlacedBias | PlacedEncoding] = {}
         for (kind, span), index in first.items():
-            if not adds_scores(kind, self.config.custom_encodings):
+            position = self._position(kind)
+            own = isinstance(position, Encoding) and position.adds_scores
+            if not own and position.bias is None:
                 continue
             past, keys, offset, blocks = 0, queries, 0, None
             if past_key_values is not None:
@@ -377,7 +405,6 @@ class FarspanModel(FarspanPreTrainedModel):
                 blocks = biased_attention.causal_blocks(queries, device)
             query_index = torch.arange(queries, device=device) + past
             key_index = torch.arange(keys, device=device) + offset
-            position = self._position(kind)
             if isinstance(position, Encoding):
                 placed[kind, span] = PlacedEncoding(position, query_index, key_index)
             elif (bias := position.bias) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from farspan.batching import run_in_batches
 from farspan.cells import Cells, cell_key, check_results_folder, repeat_until_done
-from farspan.custom_code import import_attribute, resolve_reference
+from farspan.custom_code import import_code, resolve_reference
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
 from farspan.files import new_folder, write_text
@@ -100,8 +99,7 @@ def read_study(
             if isinstance(reference, str):
                 key = f"custom_encodings.{name}"
                 encodings[name] = resolve_reference(reference, folder, key)
-                if trust_remote_code:
-                    import_attribute(encodings[name], key, trust_remote_code=True)
+                import_code(encodings[name], key, **trusted)
 
     return load_recipe(LabStudy, recipe, overrides, recipe_dir=RECIPE_DIR, prepare=resolve_files)
 
@@ -233,7 +231,7 @@ def _work_on_study(study: LabStudy, out: Path, device: str) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     for key, reference in study.custom_code().items():  # the first process has checked the trust
-        import_attribute(reference, key, trust_remote_code=True)
+        import_code(reference, key, trust_remote_code=True)
     _make_runner(study, out, device).finish()
 
 
@@ -386,11 +384,6 @@ def save_model(model: FarspanForCausalLM, tokenizer: WordTokenizer, folder: Path
     if folder.exists():  # from a run stopped before it stored the result; equal seed, equal model
         return
     with new_folder(folder) as staging, quiet():
-        for name, reference in model.config.custom_encodings.items():
-            file, _, cls = reference.rpartition(":")
-            if file.endswith(".py"):  # the folder is complete without the recipe's
-                shutil.copyfile(file, staging / f"{name}.py")
-                model.config.custom_encodings[name] = f"{name}.py:{cls}"
         model.save_pretrained(staging)
         to_hf_tokenizer(tokenizer).save_pretrained(staging)
 
