@@ -128,6 +128,16 @@ def test_fire_of_a_long_text_stays_in_the_range_of_training():
     assert far[:, -1] == pytest.approx(near[:, -1], abs=1e-12), "ratio 0: the token itself"
 
 
+def test_fire_tells_neighbors_apart_under_autocast():
+    torch.manual_seed(0)
+    encoding, (q, k) = Fire(config("none")), random_q_k(1, 400)
+    slots = torch.tensor([399]), torch.arange(400)
+    exact = encoding.scores(q.float(), k.float(), *slots)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(encoding.scores(q.float(), k.float(), *slots), exact)
+    assert len(exact[0, 0].unique()) == 400
+
+
 def test_cope_counts_gates_and_interpolates():
     encoding = perturbed(Cope)
     q, k = random_q_k(6, 6)
@@ -214,7 +224,7 @@ def test_a_model_adds_the_term_to_its_scaled_scores(position):
         assert (built(ids).logits - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("position", SCORING)
+@pytest.mark.parametrize("position", [*SCORING, *(f"{name}/5" for name in SCORING)])
 def test_cached_decoding_and_generation_equal_one_pass(position):
     built, ids = model([position, "none"]), tokens(14)
     whole = built(ids, use_cache=False).logits

@@ -153,7 +153,8 @@ class Fire(Encoding):
         distance = (q_positions[:, None] - k_positions).clamp(min=0).to(start.dtype)
         furthest = q_positions.to(start.dtype).maximum((self.multiple * start).abs())
         ratio = self._compress(distance) / (self._compress(furthest)[:, None] + self.TINY)
-        return self.mlp(ratio[..., None]).movedim(-1, 0)
+        with torch.autocast(q.device.type, enabled=False):  # bf16 would merge neighbors
+            return self.mlp(ratio[..., None]).movedim(-1, 0)
 
     def _compress(self, distance: Tensor) -> Tensor:
         return torch.log1p((self.c * distance).abs())
