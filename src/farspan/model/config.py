@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from numbers import Integral
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -67,7 +68,7 @@ class FarspanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         # Not a field: configs without such encodings stay as they were, and their hashes too.
         if custom := kwargs.pop("custom_encodings", None):
-            self.custom_encodings = dict(custom)  # name in `position` -> file.py:Class
+            self.custom_encodings = _checked_encodings(custom)
         self._check_shape()
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -216,6 +217,21 @@ def parse_position(entry: str, custom: Iterable[str] = ()) -> tuple[str, int | N
     if not window.isdecimal() or int(window) < 1:
         raise FarspanError(f"position {entry!r} has no valid window; write it as {kind}/128")
     return kind, int(window)
+
+
+def _checked_encodings(custom: Any) -> dict[str, str]:
+    """Names in `position` with their code; a name is also that of a file in the model's folder."""
+    if not isinstance(custom, dict):
+        raise FarspanError(f"custom_encodings is {custom!r}; write names with file.py:Class")
+    for name, reference in custom.items():
+        if name in (*PER_LAYER, *MODEL_WIDE) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise FarspanError(
+                f"custom_encodings has the name {name!r}; write a name that is not built in, with "
+                "letters, digits, - and _"
+            )
+        if not isinstance(reference, str):
+            raise FarspanError(f"custom_encodings.{name} is {reference!r}; write file.py:Class")
+    return dict(custom)
 
 
 def _as_list(position: str | list[str] | tuple[str, ...]) -> list[str]:
