@@ -22,6 +22,7 @@ import farspan
 from farspan import cli
 from farspan.custom_code import import_code, imported, source_hash
 from farspan.errors import CorruptError, FarspanError
+from farspan.lab import study as lab_study
 from farspan.lab.custom_tasks import CustomTask, SplitTask, load_custom_task
 from farspan.lab.fleet import Fleet
 from farspan.lab.released import read_examples
@@ -418,6 +419,14 @@ def test_draws_end_when_a_function_repeats_itself(tmp_path):
         draw_examples(task, (4, 4), 1500, seed=0)
 
 
+def test_token_ids_must_fit_their_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(lab_study, "MAX_WORDS", 700)
+    rows = [{**row, "target": f"word{number}"} for number, row in enumerate(parity_rows())]
+    write_lines(tmp_path / "mine.jsonl", rows)
+    with pytest.raises(FarspanError, match=r"the tasks have \d+ different words; use at most 700"):
+        read_study(write_recipe(tmp_path, LINES))
+
+
 # Released files.
 
 
@@ -608,7 +617,20 @@ def test_keys_of_cells_depend_on_the_code(tmp_path):
     assert set(before[0]) - set(before[1]) == {"custom_encoding"}
 
 
-def test_encodings_that_know_the_length_or_draw_train_separately():
+def test_encodings_that_know_the_length_or_draw_train_separately(tmp_path):
+    random = TURN + "\nclass Random(Turn):\n    random = True\n"
+    (tmp_path / "mine.py").write_text(random + EVEN)
+    recipe = write_recipe(
+        tmp_path,
+        FUNCTION + '[custom_encodings]\nmine = "mine.py:Turn"\nother = "mine.py:Random"\n',
+        ("copy", "mine"),
+        ("mine", "other"),
+    )
+    study = read_study(recipe, ["seeds=[0, 1]"], **TRUST)
+    fleets = group_fleets(study, list_cells(study), study.tokenizer, 64)
+    assert sorted((fleet[0].encoding, len(fleet)) for fleet in fleets) == (
+        [("mine", 2)] * 2 + [("other", 1)] * 4
+    )
     study = LabStudy(("copy", "reverse"), encodings=("kerple", "fire", "randomized"), seeds=(0, 1))
     fleets = group_fleets(study, list_cells(study), study.tokenizer, 64)
     sizes = {}
@@ -634,6 +656,9 @@ BAD_ENCODINGS = {
     + "    def embed(self, x, p): return x + x.mean(1)[:, None]",
     r"failed in a trial run \(RuntimeError: vmap": HEAD
     + "    def scores(self, q, k, a, b): return (a[:, None] - b) * q.sum().item()",
+    "gives other logits in a fleet of models, which may differ in parameters only": HEAD
+    + "    def __init__(self, config): super().__init__(config); self.w = torch.randn(16)\n"
+    + "    def embed(self, x, p): return x + self.w",
     r"cannot be imported \(NameError": "boom",
 }
 
