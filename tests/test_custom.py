@@ -619,11 +619,11 @@ def test_keys_of_cells_depend_on_the_code(tmp_path):
 
 def test_encodings_that_know_the_length_or_draw_train_separately(tmp_path):
     random = TURN + "\nclass Random(Turn):\n    random = True\n"
-    (tmp_path / "mine.py").write_text(random + EVEN)
+    (tmp_path / "mine.py").write_text(random)
     recipe = write_recipe(
         tmp_path,
-        FUNCTION + '[custom_encodings]\nmine = "mine.py:Turn"\nother = "mine.py:Random"\n',
-        ("copy", "mine"),
+        '[custom_encodings]\nmine = "mine.py:Turn"\nother = "mine.py:Random"\n',
+        ("copy", "reverse"),
         ("mine", "other"),
     )
     study = read_study(recipe, ["seeds=[0, 1]"], **TRUST)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import farspan
 from farspan.attention import seam
@@ -246,6 +246,9 @@ def test_randomized_generation_runs_without_a_cache():
     for count in (5, 6, 7):
         logits = built(generated[:, :count]).logits
         assert logits[0, -1].argmax() == generated[0, count]
+    built.generation_config = GenerationConfig()  # as farspan generate does
+    again = built.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(again, generated)
     assert built(ids).past_key_values is None
     with pytest.raises(FarspanError, match="drawn for a whole text.*use_cache=False"):
         built(ids, past_key_values=DynamicCache(config=built.config))

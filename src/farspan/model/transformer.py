@@ -299,17 +299,18 @@ class FarspanModel(FarspanPreTrainedModel):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return self.dropout(x), angles
 
-    def _encodings(self) -> list[Encoding]:
-        """The encodings of the open protocol."""
-        return [position for position in self.positions.values() if isinstance(position, Encoding)]
+    @property
+    def draws_positions(self) -> bool:
+        """Whether an encoding draws random numbers, for a whole text."""
+        return any(getattr(position, "random", False) for position in self.positions.values())
 
     def _check_call(self, attention_mask, past_key_values, use_cache: bool) -> bool:
         """Refuse what an encoding of the open protocol cannot do; returns whether to cache."""
-        if any(encoding.random for encoding in self._encodings()):
+        if self.draws_positions:
             if past_key_values is not None:
                 raise FarspanError(
                     "randomized positions are drawn for a whole text, so its cached start would "
-                    "have others; set use_cache=False"
+                    "have others; run whole texts, with use_cache=False"
                 )
             return False
         scoring = [
@@ -422,8 +423,12 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         self.model = FarspanModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-        if any(encoding.random for encoding in self.model._encodings()):
-            self.generation_config.use_cache = False
+
+    def generate(self, *args, **kwargs):
+        """As transformers does, without a cache where an encoding draws positions."""
+        if self.model.draws_positions:
+            kwargs.setdefault("use_cache", False)
+        return super().generate(*args, **kwargs)
 
     @can_return_tuple
     def forward(
