@@ -697,6 +697,18 @@ def test_code_of_an_installed_module():
     assert source_hash("colorsys:rgb_to_hsv", "key") == expected
 
 
+def test_encoding_of_an_installed_module(tmp_path):
+    more = '[custom_encodings]\nmine = "farspan.model.encodings:Kerple"\n'
+    recipe = write_recipe(tmp_path, more, ("copy",), ("mine",))
+    lengths = ['train_lengths.copy="2:4"', 'test_lengths.copy="5:6"']
+    run(recipe, lengths, tmp_path / "out", **TRUST)
+    (folder,) = (tmp_path / "out" / "models").iterdir()
+    assert not list(folder.glob("*.py"))
+    with pytest.raises(FarspanError, match="the encoding mine of .* runs Python code"):
+        farspan.load(folder)
+    assert farspan.load(folder, **TRUST).model.model.positions["mine"].r1.shape == (2,)
+
+
 def test_imported_code_stays_as_it_was(tmp_path):
     """A file that changes during a run changes nothing; the next trusted call imports it again."""
     file = tmp_path / "code.py"

@@ -121,6 +121,16 @@ def train_single(model, data: Rows, plan: FleetPlan, lr: float, seed: int) -> li
     return losses
 
 
+def test_every_model_of_a_fleet_draws_its_own_positions():
+    model, ids = models(1, network("randomized"))[0], torch.randint(1, VOCABULARY, (1, 2, 16))
+    fleet = Fleet([model, model])
+    fleet.network.train()
+    first, second = fleet.logits(ids.repeat(2, 1, 1))
+    assert (first - second).abs().max() > 1e-3
+    (gradient,) = torch.autograd.grad((first - second).square().sum(), fleet.weights)
+    assert gradient.isfinite().all()
+
+
 def test_rows_of_a_model_depend_on_its_seed_only():
     draws = draw_uniform([3, 5], 2, 8)
     assert torch.equal(draws[:, 1], draw_uniform([5], 2, 8)[:, 0])
