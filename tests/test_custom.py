@@ -20,6 +20,7 @@ import torch
 
 import farspan
 from farspan import cli
+from farspan.cells import cell_key
 from farspan.custom_code import import_code, imported, source_hash
 from farspan.errors import CorruptError, FarspanError
 from farspan.lab import study as lab_study
@@ -222,6 +223,20 @@ def test_function_task_counts_its_distinct_examples(tmp_path):
     assert drawn == draw_examples(task, (4, 4), 100, seed=0)
     assert study.tokenizer.vocabulary[-2:] == ("How", "many")
     assert study.tokenizer.vocabulary[:-2] == WordTokenizer().vocabulary
+
+
+def test_keys_of_cells_depend_on_the_function_and_its_words(tmp_path):
+    (tmp_path / "mine.py").write_text(EVEN + EVEN.replace("make", "other"))
+    keys = set()
+    for more in (
+        FUNCTION,
+        FUNCTION.replace(":make", ":other"),
+        FUNCTION.replace('"many"]', '"many", "more"]'),
+        FUNCTION.replace("4:8", "4:7"),
+    ):
+        study = read_study(write_recipe(tmp_path, more), **TRUST)
+        keys |= {cell_key(describe_cell(study, cell)) for cell in list_cells(study)}
+    assert len(keys) == 4
 
 
 def test_function_may_have_no_example_of_a_length(tmp_path):

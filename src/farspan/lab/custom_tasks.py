@@ -80,10 +80,11 @@ def is_code(file: str) -> bool:
 
 
 def custom_task_hash(name: str, task: CustomTask) -> str:
-    """A hash of the code or the data of a task."""
+    """A hash of the code and the function's name, or of the data of a task."""
     if is_code(task.file):
-        return source_hash(task.file, _key(name))
-    hashes = [_file_hash(file, *_version(file)) for file in _data_files(name, task)]
+        hashes = [source_hash(task.file, _key(name)), task.file.rpartition(":")[2]]
+    else:
+        hashes = [_file_hash(file, *_version(file)) for file in _data_files(name, task)]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
