@@ -32,8 +32,8 @@ from farspan.model.positions import (
 class Encoding(Position):
     """The protocol. A subclass takes the model's config and defines any of the three methods.
 
-    B texts, H heads, Q queries, K keys, D dimensions of a head. All parameters and persistent
-    buffers are trained and saved with the model. One instance serves all layers.
+    B texts, H heads, Q queries, K keys, D dimensions of a head. One instance serves all layers. Its
+    parameters are trained; they and its persistent buffers are saved with the model.
     """
 
     # Whether it draws random numbers. Then models train one at a time and run without a cache.
