@@ -40,7 +40,11 @@ def network(encoding: str = "none", **overrides) -> FarspanConfig:
 
 
 def models(count: int, config: FarspanConfig) -> list[FarspanForCausalLM]:
-    return [FarspanForCausalLM(config).double() for _ in range(count)]
+    built = [FarspanForCausalLM(config).double().eval() for _ in range(count)]
+    for model in built:
+        for parameter in model.model.positions.parameters():  # some start at zero
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return built
 
 
 def rows(count: int, seed: int, longest: int = 14) -> Rows:
@@ -67,16 +71,18 @@ def test_logits_and_gradients_equal_those_of_single_models(encoding):
         assert (flat - gradient[number]).abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "encoding"), [("adamw", "t5"), ("muon", "t5"), ("muon", "fire")]
+)
 @pytest.mark.parametrize("single", [True, False])
-def test_steps_equal_the_optimizers_on_the_mean_loss_of_answers(single, optimizer):
+def test_steps_equal_the_optimizers_on_the_mean_loss_of_answers(single, optimizer, encoding):
     """Compared with torch's optimizers on rows without padding, buckets or stacking."""
     plan = FleetPlan(
         5, 8, 2, optimizer, matrix_rate=5.0, weight_decay=0.1, clip=0.5, warmup=0.4, decay=0.5
     )
     rates, seeds = ([3e-3], [7]) if single else ([3e-3, 1e-3], [7, 8])
     data = [rows(40, seed) for seed in seeds]
-    single_models = models(len(seeds), network("t5"))
+    single_models = models(len(seeds), network(encoding))
     fleet = Fleet(single_models)
     assert fleet.single == single
     fleet_losses = train_fleet(fleet, data, plan, rates=rates, seeds=seeds)
@@ -113,6 +119,16 @@ def train_single(model, data: Rows, plan: FleetPlan, lr: float, seed: int) -> li
             optimizer.zero_grad()
         losses.append(float(total.detach() / count))
     return losses
+
+
+def test_every_model_of_a_fleet_draws_its_own_positions():
+    model, ids = models(1, network("randomized"))[0], torch.randint(1, VOCABULARY, (1, 2, 16))
+    fleet = Fleet([model, model])
+    fleet.network.train()
+    first, second = fleet.logits(ids.repeat(2, 1, 1))
+    assert (first - second).abs().max() > 1e-3
+    (gradient,) = torch.autograd.grad((first - second).square().sum(), fleet.weights)
+    assert gradient.isfinite().all()
 
 
 def test_rows_of_a_model_depend_on_its_seed_only():

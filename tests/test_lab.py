@@ -755,7 +755,7 @@ def test_study_refuses_networks_that_cannot_be_built(encodings, shape, message):
 def test_cell_keys_depend_on_the_vocabulary(monkeypatch):
     study = LabStudy(("copy",))
     before = describe_cell(study, list_cells(study)[0])
-    monkeypatch.setattr(lab_study, "_vocabulary_hash", lambda: "other")
+    monkeypatch.setattr(lab_study, "_vocabulary_hash", lambda words: "other")
     assert cell_key(describe_cell(study, list_cells(study)[0])) != cell_key(before)
 
 

@@ -407,6 +407,16 @@ BAD_CONFIGS = {
     "2 entries for 8 layers": {"layer_types": ["full_attention"] * 2},
     "position None is not a name": {"position": None},
     "position 3 is not a name": {"position": ["none", 3]},
+    r"custom_encodings is \['a'\]; write names": {"custom_encodings": ["a"]},
+    "custom_encodings has the name '../x'; write": {"custom_encodings": {"../x": "x.py:X"}},
+    "custom_encodings has the name 'fire'": {"custom_encodings": {"fire": "x.py:X"}},
+    "custom_encodings.mine is 3; write file.py:Class": {"custom_encodings": {"mine": 3}},
+    "sinusoidal positions come in pairs": {
+        "hidden_size": 33,
+        "num_attention_heads": 3,
+        "position": "randomized",
+    },
+    "'randomized' is added to the embeddings": {"position": ["randomized", "fire"]},
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from farspan.errors import FarspanError
 
+MAX_EXAMPLE_LENGTH = 10_000
+
 
 def parse_lengths(text: str) -> list[int]:
     """Lengths and ranges, separated by commas; a range is doubled up to its end.
@@ -47,6 +49,21 @@ def _length(text: str, whole: str, form: str = "512,1024 or 512:4096 or 16k") ->
         where = f"{text!r} in {whole!r}" if text != whole else repr(text)
         raise FarspanError(f"{where} is not a length; write it as {form}")
     return int(digits) * factor
+
+
+def parse_length_range(text: str) -> tuple[int, int]:
+    """`2:20` -> (2, 20), both ends included; `7` -> (7, 7). Lengths of examples of the lab."""
+    low, _, high = text.partition(":")
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high):
+        raise FarspanError(
+            f"{text!r} is not a range of lengths; write the shortest and the longest, as in 2:20"
+        )
+    if int(high) > MAX_EXAMPLE_LENGTH:
+        raise FarspanError(
+            f"length {high} is too long for the lab; choose at most {MAX_EXAMPLE_LENGTH}"
+        )
+    return int(low), int(high)
 
 
 def parse_scales(text: str) -> list[float]:

@@ -32,6 +32,7 @@ from transformers.utils import logging
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
+from farspan.custom_code import import_code, resolve_reference
 from farspan.data.tokens import check_tokenizer, tokenizer_files
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
@@ -291,7 +292,23 @@ def load_config(
             raise
         # FarspanConfig's own checks name the value, not the model.
         raise type(error)(f"in the config of {source}, {error}") from None
+    if isinstance(config, FarspanConfig) and config.custom_encodings:
+        _import_encodings(config, source, trust_remote_code)
     return config if position is None else with_position(config, position)
+
+
+def _import_encodings(config: FarspanConfig, source: str | Path, trust_remote_code: bool) -> None:
+    """Import the code of a model's encodings from its folder; the config gets their full paths."""
+    if not Path(source).is_dir():
+        raise FarspanError(
+            f"{source} has position encodings with code of their own; download it, and give its "
+            "folder"
+        )
+    for name, reference in config.custom_encodings.items():
+        key = f"the encoding {name} of {source}"
+        full = resolve_reference(reference, Path(source), key)
+        import_code(full, key, trust_remote_code=trust_remote_code)
+        config.custom_encodings[name] = full
 
 
 def _check_config_file(folder: Path, trust_remote_code: bool) -> None:

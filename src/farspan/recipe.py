@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -36,15 +36,22 @@ TYPE_NAMES = {  # singular, plural
 
 
 def load_recipe(
-    kind: type[T], source: str | Path, overrides: Sequence[str] = (), *, recipe_dir: Path
+    kind: type[T],
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    recipe_dir: Path,
+    prepare: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> T:
     """Read a recipe by its name in recipe_dir or by the path of a `.toml` file.
 
-    Its bases are read first, then the file, then the overrides; later values win.
+    Its bases are read first, then the file, then the overrides; later values win. `prepare` may
+    change the document, whose values are not checked yet, before it becomes a dataclass.
     """
     document = _document(_find(str(source), recipe_dir), recipe_dir)
     for text in overrides:
         document = _merge(document, _override(kind, text))
+    prepare(document)
     return _checked(kind, document)
 
 

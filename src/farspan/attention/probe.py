@@ -159,6 +159,8 @@ def _encoding(call: seam.Call, other: seam.Call, turned: seam.Call, takes_positi
     if bias is None:
         # A model that takes no position ids may still compute positions itself.
         return "none" if takes_positions else "unknown"
+    if bias.function is None:
+        return "unknown"  # it depends on more than distance
     distance = bias.tensor()[0, :, -1]  # [H, K] for the last query
     steps = distance.diff(dim=-1)
     linear = torch.allclose(steps, steps[:, :1].expand_as(steps)) and bool(steps.abs().max() > 0)

@@ -44,8 +44,16 @@ if TYPE_CHECKING:
 
 TASKS_HELP = (
     "copy, copy-repeat, copy-replace, copy-double, reverse, reverse-numbers, addition, polynomial, "
-    "sorting, sorting-numbers, summation, parity, lego, lego-ordered, scan or pcfg."
+    "sorting, sorting-numbers, summation, parity, lego, lego-ordered, scan or pcfg; or "
+    "RECIPE.toml:TASK for a task of a recipe's own."
 )
+TrustLabCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the Python code of the recipe's own tasks and encodings, and of models.",
+    ),
+]
 TextOrNone = Annotated[
     str | None,
     typer.Option(
@@ -106,6 +114,7 @@ def run_command(
     dry_run: DryRun = False,
     report_only: ReportOnly = False,
     device: Device = None,
+    trust_remote_code: TrustLabCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the models of a study, test them at unseen lengths, and rank the position encodings.
@@ -116,22 +125,26 @@ def run_command(
     from farspan.workflows.lab import estimate, read_study, run, summarize
 
     if dry_run:
-        show_estimates(estimate(read_study(recipe, overrides or []), device), as_json)
+        study = read_study(recipe, overrides or [], trust_remote_code=trust_remote_code)
+        show_estimates(estimate(study, device), as_json)
         return
     folder = out or Path("runs") / Path(recipe).stem
     if report_only:
-        study = summarize(recipe, overrides or [], folder, note)
+        result = summarize(
+            recipe, overrides or [], folder, note, trust_remote_code=trust_remote_code
+        )
     else:
         with stoppable(f"finished results are in {folder}"), bars() as progress:
-            study = run(
+            result = run(
                 recipe,
                 overrides or [],
                 folder,
                 device=device,
+                trust_remote_code=trust_remote_code,
                 progress=progress,
                 say=(lambda text: None) if as_json else print_text,
             )
-    show_study(study, folder, as_json)
+    show_study(result, folder, as_json)
 
 
 @app.command("dump", cls=Command)
@@ -141,11 +154,12 @@ def dump_command(
     lengths: LengthRange = "",
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")] = 0,
     scratchpad: Scratchpad = None,
+    trust_remote_code: TrustLabCode = False,
 ) -> None:
     """Print examples of a task as JSON Lines (input, target, length), for use in other trainers."""
     from farspan.workflows.lab import dump
 
-    for line in dump(task, n, lengths, seed, scratchpad):
+    for line in dump(task, n, lengths, seed, scratchpad, trust_remote_code=trust_remote_code):
         typer.echo(line)
 
 
@@ -165,6 +179,7 @@ def distance_command(
     legacy: Legacy = False,
     out: OutFolder = None,
     device: Device = None,
+    trust_remote_code: TrustLabCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the attention of models: distance between their heads, layer by layer.
@@ -185,6 +200,7 @@ def distance_command(
             windows=windows,
             rule="legacy" if legacy else "jsd",
             device=device,
+            trust_remote_code=trust_remote_code,
             progress=progress,
         )
     show_comparison(comparison, as_json)
@@ -212,6 +228,7 @@ def theorems_command(
     ] = 8,
     out: OutFolder = None,
     device: Device = None,
+    trust_remote_code: TrustLabCode = False,
 ) -> None:
     """Check how a model without position encoding can know positions (theorems of Kazemnejad 2023).
 
@@ -219,7 +236,15 @@ def theorems_command(
     """
     from farspan.workflows.attention_analysis import theorems
 
-    analysis = theorems(models or [], data, out, length=length, windows=windows, device=device)
+    analysis = theorems(
+        models or [],
+        data,
+        out,
+        length=length,
+        windows=windows,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     show_theorems(analysis, length)
     if out is not None:
         print_saved("record and figure", out)

@@ -22,8 +22,8 @@ from typing import Any
 
 from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import out_of_memory
+from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, first_line, suggest
-from farspan.evals.jsonlines import read_rows
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from farspan.batching import run_in_batches
+from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
 from farspan.evals.decoding import end_tokens, generate_tokens
-from farspan.evals.jsonlines import read_rows
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, bootstrap
 from farspan.files import check_unpacked, sha256_of

@@ -27,6 +27,7 @@ from farspan.attention.scales import Scales
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.model.config import SLIDING
+from farspan.model.encodings import Encoding, PlacedEncoding
 from farspan.model.positions import PlacedBias
 from farspan.model.transformer import FarspanForCausalLM, FarspanModel
 
@@ -110,7 +111,9 @@ class Fleet:
         }
         named = dict(network.named_parameters())
         matrices = {
-            name: tuple(p.shape) for name, p in named.items() if p.ndim == 2 and name not in tables
+            name: tuple(p.shape)
+            for name, p in named.items()
+            if p.ndim == 2 and name not in tables and not name.startswith("model.positions.")
         }
         # Embeddings and vectors come first, then the matrices, grouped by shape.
         self.names = sorted(named, key=lambda name: matrices.get(name, ()))
@@ -123,6 +126,14 @@ class Fleet:
         self.single = len(models) == 1 and self.device.type == "cpu"
         self.layer: Callable[..., Tensor] = map_models  # or its compiled form
         self._embedding, self._head = _Embedding(network.model), _Head(network)
+        # All layers have one structure: the first is called with the weights of each.
+        self._layer = network.model.layers[0]
+        positions: Any = network.model.positions
+        self._encoded = {  # once, because a compiled function is compiled for each module
+            kind: _EncodedLayer(self._layer, position)
+            for kind, position in positions.items()
+            if isinstance(position, Encoding)
+        }
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -144,7 +155,7 @@ class Fleet:
         """[M, B, T] -> [M, B, T, V], each model on its own tokens."""
         parts = self.weights.split(self.sizes, dim=1)
         named = {
-            name: part.unflatten(1, shape)
+            name: part.reshape(len(part), *shape)
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
         if self.single:
@@ -161,14 +172,17 @@ class Fleet:
                 x = x.to(torch.get_autocast_dtype(x.device.type))  # as the network itself does
             for weights, kind in zip(layers, self.network.config.position, strict=True):
                 keywords: dict[str, Any] = {}
+                if kind in self._encoded:
+                    weights = _encoded_weights(weights, embedding, kind)
+                    x = self.layer(self._encoded[kind], weights, x)
+                    continue
                 if kind in biases:
                     keywords["bias"] = biases[kind]
                 if angles[kind] is not None:  # equal for all models, but vmap takes one per model
                     keywords["angles"] = tuple(
                         part.expand(len(self), *part.shape) for part in angles[kind]
                     )
-                # All layers have one structure: the first is called with the weights of each.
-                x = self.layer(self.network.model.layers[0], weights, x, keywords)
+                x = self.layer(self._layer, weights, x, keywords)
             return map_models(self._head, head, x)
 
     def losses(self, rows: Rows) -> Tensor:
@@ -228,6 +242,28 @@ class _Embedding(nn.Module):
         return self.dropout(x), biases
 
 
+class _EncodedLayer(nn.Module):
+    """A layer with an encoding of the open protocol, which works on its queries and keys."""
+
+    def __init__(self, layer: nn.Module, encoding: Encoding):
+        super().__init__()
+        self.layer, self.encoding = layer, encoding
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = torch.arange(x.shape[1], device=x.device)
+        bias = PlacedEncoding(self.encoding, slots, slots) if self.encoding.adds_scores else None
+        return self.layer(x, rotation=(self.encoding, slots[None]), bias=bias)
+
+
+def _encoded_weights(layer: NamedTensors, embedding: NamedTensors, kind: str) -> NamedTensors:
+    prefix = f"positions.{kind}."
+    return {f"layer.{name}": weight for name, weight in layer.items()} | {
+        f"encoding.{name.removeprefix(prefix)}": weight
+        for name, weight in embedding.items()
+        if name.startswith(prefix)
+    }
+
+
 class _Head(nn.Module):
     """What runs after the layers: the final norm and the LM head."""
 
@@ -272,7 +308,7 @@ def plain_attention(
     """softmax(scaling · q·k + bias) v with a causal mask, in operations that vmap can batch."""
     scores = (query * scaling) @ key.mT
     if bias is not None:
-        scores = scores + bias
+        scores = scores + (bias.tensor() if isinstance(bias, PlacedEncoding) else bias)
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     scores = scores.masked_fill(later, -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(

@@ -132,8 +132,9 @@ def reciprocal_ranks(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def ordered_encodings(entries: Sequence[LabEntry]) -> list[str]:
-    """The encodings of the entries, in the order of ENCODINGS."""
-    return sorted({entry.encoding for entry in entries}, key=list(ENCODINGS).index)
+    """The encodings of the entries, in the order of ENCODINGS; others follow."""
+    present = dict.fromkeys(entry.encoding for entry in entries)
+    return list(dict.fromkeys(name for name in (*ENCODINGS, *present) if name in present))
 
 
 def accuracy_table(entries: Sequence[LabEntry]) -> Table:

@@ -10,21 +10,32 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from farspan.cells import cell_key
-from farspan.errors import FarspanError, suggest
+from farspan.custom_code import source_hash
+from farspan.errors import FarspanError, first_line, suggest
+from farspan.lab.custom_tasks import (
+    CustomTask,
+    SplitTask,
+    check_name,
+    custom_task_hash,
+    is_code,
+    load_custom_task,
+)
 from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.scratchpad import parse_parts
 from farspan.lab.tasks import (
+    TASKS,
     Example,
+    LabTask,
     Range,
     draw_examples,
     find_task,
@@ -32,7 +43,10 @@ from farspan.lab.tasks import (
     no_examples,
 )
 from farspan.lab.tokenizer import WordTokenizer
+from farspan.lengths import parse_length_range
 from farspan.model.config import FarspanConfig
+from farspan.model.encodings import encoding_class
+from farspan.model.positions import MODEL_WIDE, PER_LAYER
 from farspan.model.transformer import FarspanForCausalLM, zero_outputs
 
 # Encoding -> the network's position setting, and the fraction of each head that is rotated.
@@ -44,11 +58,17 @@ ENCODINGS: dict[str, tuple[str, float]] = {
     "rotary-quarter": ("rope", 0.25),  # what Kazemnejad 2023's code trained as rotary
     "sinusoidal": ("sinusoidal", 1.0),  # called APE in Kazemnejad 2023
     "learned": ("learned", 1.0),  # rows beyond the train length stay untrained
+    "kerple": ("kerple", 1.0),
+    "fire": ("fire", 1.0),
+    "cope": ("cope", 1.0),
+    "randomized": ("randomized", 1.0),
 }
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
 RESULT_FORMAT = 4  # version of a cell's result
-MAX_LENGTH = 10_000
+MAX_WORDS = 2**15  # token ids are 16-bit integers
+# Encodings whose parameters or tables depend on the lengths of their task.
+BY_LENGTH = ("learned", "fire", "randomized")
 
 
 @dataclass(frozen=True)
@@ -109,14 +129,20 @@ class LabStudy:
     fleet: int = 64  # maximum number of models trained together on a GPU
     processes: int = 1  # that share the work of a CPU, or of one GPU
     save: bool = False  # save every model as a folder that farspan loads
+    custom_tasks: dict[str, CustomTask] = field(default_factory=dict)
+    custom_encodings: dict[str, str] = field(default_factory=dict)  # name -> mine.py:Class
     sizes: dict[str, NetworkShape] = field(default_factory=lambda: {"small": NetworkShape()})
     train: FleetPlan = field(default_factory=lambda: FleetPlan(steps=4000))
 
     def __post_init__(self):
         self._check_lists()
         self._check_numbers()
-        self._check_networks()
+        for name in self.custom_tasks:
+            check_name("task", name, TASKS)
+        for name in self.custom_encodings:
+            check_name("encoding", name, (*ENCODINGS, *PER_LAYER, *MODEL_WIDE))
         self._check_tasks()
+        self._check_networks()
 
     def _check_lists(self) -> None:
         for name in ("tasks", "encodings", "seeds", "lrs", "scratchpads", "sizes"):
@@ -142,23 +168,31 @@ class LabStudy:
     def _check_networks(self) -> None:
         for size, shape in self.sizes.items():
             shape.check(size)
+        known = (*ENCODINGS, *self.custom_encodings)
         for encoding in self.encodings:
-            if encoding not in ENCODINGS:
-                raise FarspanError(
-                    f"encoding {encoding!r} is unknown; {suggest(encoding, ENCODINGS)}"
-                )
+            if encoding not in known:
+                raise FarspanError(f"encoding {encoding!r} is unknown; {suggest(encoding, known)}")
         for (size, shape), encoding in itertools.product(self.sizes.items(), self.encodings):
             try:
-                network_config(shape, encoding, WordTokenizer(), 8, 8)
+                network_config(shape, encoding, WordTokenizer(), 8, 8, self.custom_encodings)
             except FarspanError as error:
                 raise FarspanError(
                     f"sizes.{size} cannot be built with {encoding}: {error}"
                 ) from None
+            if encoding in self.custom_encodings:
+                reference = self.custom_encodings[encoding]
+                encoding_class(encoding, self.custom_encodings)
+                version = source_hash(reference, f"custom_encodings.{encoding}")
+                _try_encoding(encoding, reference, shape, version)
 
     def _check_tasks(self) -> None:
         for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
-            find_task(task)
+            self.task(task)
             parse_parts(scratchpad, task)
+        if len(self.tokenizer) > MAX_WORDS:
+            raise FarspanError(
+                f"the tasks have {len(self.tokenizer):,} different words; use at most {MAX_WORDS:,}"
+            )
         for task, rate in self.rates.items():
             if not 0 < rate < math.inf:
                 raise FarspanError(
@@ -167,30 +201,39 @@ class LabStudy:
         by_task = (self.train_lengths, self.test_lengths, self.steps, self.rates)
         for name in set(self.tasks).union(*by_task):  # an unknown task in any of them is an error
             for low, high in self.ranges(name):
-                if not any(map(find_task(name).count, range(low, high + 1))):
-                    raise FarspanError(no_examples(find_task(name), (low, high)))
+                if not any(map(self.task(name).count, range(low, high + 1))):
+                    raise FarspanError(no_examples(self.task(name), (low, high)))
+
+    def task(self, name: str) -> LabTask:
+        """The task of that name, built-in or the recipe's own."""
+        if name in self.custom_tasks:
+            return load_custom_task(name, self.custom_tasks[name])
+        return find_task(name)
+
+    def custom_code(self) -> dict[str, str]:
+        """The Python code that the recipe names, by key."""
+        tasks = {
+            f"custom_tasks.{name}.file": task.file
+            for name, task in self.custom_tasks.items()
+            if is_code(task.file)
+        }
+        encodings = {f"custom_encodings.{name}": ref for name, ref in self.custom_encodings.items()}
+        return tasks | encodings
+
+    @property
+    def tokenizer(self) -> WordTokenizer:
+        """One vocabulary for all tasks of the study: words of its own tasks come last."""
+        own = [self.task(name) for name in self.tasks if name in self.custom_tasks]
+        return WordTokenizer(word for task in own for word in task.vocabulary)
 
     def ranges(self, task: str) -> tuple[Range, Range]:
         """The lengths that a task is trained on and tested on."""
-        default = find_task(task)
+        default = self.task(task)
         train, test = self.train_lengths.get(task), self.test_lengths.get(task)
         return (
             parse_length_range(train) if train else default.train,
             parse_length_range(test) if test else default.test,
         )
-
-
-def parse_length_range(text: str) -> Range:
-    """`2:20` -> (2, 20), both ends included; `7` -> (7, 7)."""
-    low, _, high = text.partition(":")
-    high = high or low
-    if not (low.isdecimal() and high.isdecimal()) or not 1 <= int(low) <= int(high):
-        raise FarspanError(
-            f"{text!r} is not a range of lengths; write the shortest and the longest, as in 2:20"
-        )
-    if int(high) > MAX_LENGTH:
-        raise FarspanError(f"length {high} is too long for the lab; choose at most {MAX_LENGTH}")
-    return int(low), int(high)
 
 
 @dataclass(frozen=True)
@@ -235,6 +278,14 @@ def fleet_plan(study: LabStudy, cell: LabCell) -> FleetPlan:
 def describe_cell(study: LabStudy, cell: LabCell) -> dict[str, Any]:
     """All that a cell's result depends on, except the precision of the device (bf16 on a GPU)."""
     train, test = study.ranges(cell.task)
+    custom = {}
+    if cell.task in study.custom_tasks:
+        task = study.custom_tasks[cell.task]
+        custom["custom_task"] = [custom_task_hash(cell.task, task), task.words]
+    if cell.encoding in study.custom_encodings:
+        reference = study.custom_encodings[cell.encoding]
+        key = f"custom_encodings.{cell.encoding}"
+        custom["custom_encoding"] = [source_hash(reference, key), reference.rpartition(":")[2]]
     return {
         "format": RESULT_FORMAT,
         **asdict(cell),
@@ -245,14 +296,15 @@ def describe_cell(study: LabStudy, cell: LabCell) -> dict[str, Any]:
         "test_lengths": test,
         "examples": [study.train_examples, study.test_examples, study.data_seed],
         "scales": study.scales,
-        "words": _vocabulary_hash(),
+        "words": _vocabulary_hash(study.tokenizer.vocabulary),
+        **custom,
     }
 
 
 @cache
-def _vocabulary_hash() -> str:
+def _vocabulary_hash(vocabulary: tuple[str, ...]) -> str:
     """A hash of the vocabulary: the initial embeddings depend on its size and order."""
-    return cell_key({"words": WordTokenizer().vocabulary})
+    return cell_key({"words": vocabulary})
 
 
 # Data.
@@ -282,16 +334,16 @@ class TaskData:
 def make_task_data(
     study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer
 ) -> TaskData:
-    task, (train, test) = find_task(name), study.ranges(name)
-    splits = make_splits(
-        task,
-        study.train_examples,
-        study.test_examples,
-        study.data_seed,
-        train=train,
-        test=test,
-        scratchpad=scratchpad,
-    )
+    task, (train, test) = study.task(name), study.ranges(name)
+    counts = study.train_examples, study.test_examples
+    if isinstance(task, SplitTask):
+        splits = task.take(train, test, *counts)
+    else:
+        splits = make_splits(
+            task, *counts, study.data_seed, train=train, test=test, scratchpad=scratchpad
+        )
+    if not splits.train:
+        raise FarspanError(no_examples(task, train))
     if len(splits.held_out) < 2:
         raise FarspanError(
             f"{name} has too few examples of {train[0]} to {train[1]} {task.length_unit} to hold "
@@ -342,7 +394,7 @@ def encode_examples(examples: Sequence[Example], tokenizer: WordTokenizer) -> Ro
 
 def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer) -> int:
     """The longest training row in tokens, estimated from examples of the longest length."""
-    task, (low, high) = find_task(name), study.ranges(name)[0]
+    task, (low, high) = study.task(name), study.ranges(name)[0]
     longest = max((length for length in range(low, high + 1) if task.count(length)), default=high)
     count = int(min(LENGTH_SAMPLE, max(1, task.count(longest))))
     examples = draw_examples(
@@ -355,10 +407,16 @@ def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordToke
 
 
 def network_config(
-    shape: NetworkShape, encoding: str, tokenizer: WordTokenizer, train_length: int, reach: int
+    shape: NetworkShape,
+    encoding: str,
+    tokenizer: WordTokenizer,
+    train_length: int,
+    reach: int,
+    custom_encodings: Mapping[str, str] | None = None,
 ) -> FarspanConfig:
     """The network of an encoding. Learned positions have `reach` rows, trained or not."""
-    position, fraction = ENCODINGS[encoding]
+    own = {name: code for name, code in (custom_encodings or {}).items() if name == encoding}
+    position, fraction = (encoding, 1.0) if own else ENCODINGS[encoding]
     return FarspanConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.width,
@@ -379,7 +437,43 @@ def network_config(
         pad_token_id=tokenizer.pad,
         bos_token_id=tokenizer.begin,
         eos_token_id=tokenizer.end,
+        custom_encodings=own,
     )
+
+
+@lru_cache(maxsize=64)
+def _try_encoding(name: str, reference: str, shape: NetworkShape, version: str) -> None:
+    """Run an encoding of the user's own once, by itself and in a fleet, before anything is trained.
+
+    `version` is a hash of its file, so that a changed file is tried again."""
+    del version
+    small = replace(shape, layers=1, ff=8, dropout=0.0, zero_outputs=False)
+    try:
+        config = network_config(small, name, WordTokenizer(), 8, 16, {name: reference})
+        models = [init_model(config, seed, zero_output_weights=False).eval() for seed in (0, 1)]
+        ids = torch.arange(4, 13).repeat(2, 2, 1)  # [models, texts, tokens]
+        changed = ids.clone()
+        changed[..., -1] += 1
+        with torch.no_grad():
+            single = torch.stack([model(ids[0]).logits for model in models])
+            other = models[0](changed[0]).logits
+        fleet = Fleet(models)
+        logits = fleet.logits(ids)
+        (gradient,) = torch.autograd.grad(logits.square().sum(), fleet.weights)
+    except Exception as error:  # whatever the code raises
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise FarspanError(
+            f"custom_encodings.{name} ({reference}) failed in a trial run ({reason}); fix the code"
+        ) from error
+    problem = None
+    if not (single.isfinite().all() and gradient.isfinite().all()):
+        problem = "gives logits or gradients that are not finite"
+    elif not torch.allclose(single[0, :, :-1], other[:, :-1], atol=1e-5):
+        problem = "lets tokens see later tokens"
+    elif not torch.allclose(single, logits, atol=1e-3):
+        problem = "gives other logits in a fleet of models, which may differ in parameters only"
+    if problem:
+        raise FarspanError(f"custom_encodings.{name} ({reference}) {problem}; fix the code")
 
 
 def make_fleet(
@@ -393,7 +487,9 @@ def make_fleet(
     train_length = max(task.train_length for task in data)
     reach = padded_width(max(task.max_length for task in data))
     shape = study.sizes[cells[0].size]
-    config = network_config(shape, cells[0].encoding, tokenizer, train_length, reach)
+    config = network_config(
+        shape, cells[0].encoding, tokenizer, train_length, reach, study.custom_encodings
+    )
     models = {}
     for cell in cells:
         if cell.seed not in models:
@@ -425,8 +521,10 @@ def group_fleets(
     """Group cells that train together: one network, equal steps, rows of similar length.
 
     The fleets that take longest come first, so that processes which share them finish together.
-    Learned positions have as many rows as their task needs, so there each task trains separately.
-    Dropout masks are drawn for a whole fleet, so with dropout every model trains separately.
+    Learned positions have as many rows as their task needs, so there each task trains separately,
+    and so it does with other encodings that know the train length, or may know it.
+    Dropout masks and random positions are drawn for a whole fleet, so with them every model trains
+    separately.
     """
     cells = list(cells)
     widths = {
@@ -436,9 +534,9 @@ def group_fleets(
     groups = defaultdict(list)
     for cell in cells:
         separate: Any = ()
-        if study.sizes[cell.size].dropout > 0:
+        if study.sizes[cell.size].dropout > 0 or _is_random(study, cell.encoding):
             separate = cell
-        elif cell.encoding == "learned":
+        elif cell.encoding in (*BY_LENGTH, *study.custom_encodings):
             separate = (cell.task, cell.scratchpad)
         groups[cell.size, cell.encoding, fleet_plan(study, cell), separate].append(cell)
     fleets: list[list[LabCell]] = []
@@ -459,6 +557,11 @@ def group_fleets(
         return fleet_plan(study, longest).steps * width * shape.layers * shape.width**2
 
     return sorted(fleets, key=cost, reverse=True)
+
+
+def _is_random(study: LabStudy, encoding: str) -> bool:
+    cls = encoding_class(encoding, study.custom_encodings)
+    return cls is not None and cls.random
 
 
 # Evaluation.

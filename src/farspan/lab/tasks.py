@@ -11,7 +11,7 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from string import ascii_lowercase
@@ -484,7 +484,7 @@ def _draw(
     n: int,
     seed: int,
     scratchpad: str | None,
-    excluded: Container[str],
+    excluded: Collection[str],
 ) -> list[Example]:
     """n distinct examples, balanced over the lengths, at most as many as each has available."""
     if n < 1 or seed < 0:
@@ -528,12 +528,20 @@ def _balance(n: int, available: Mapping[int, float]) -> dict[int, int]:
 
 
 def _draw_distinct(
-    task: LabTask, length: int, quota: int, rng: np.random.Generator, excluded: Container[str]
+    task: LabTask, length: int, quota: int, rng: np.random.Generator, excluded: Collection[str]
 ) -> list[Example]:
     """Draw until there are `quota` distinct examples of one length; that many must exist."""
     distinct: dict[str, Example] = {}
+    repeats, limit = 0, 1000 + 20 * (quota + len(excluded))  # the last of n takes n draws
     while len(distinct) < quota:
         example = task.make(length, rng)
-        if example.input not in excluded:
+        repeats += 1
+        if example.input not in excluded and example.input not in distinct:
             distinct[example.input] = example
+            repeats = 0
+        if repeats > limit:
+            raise FarspanError(
+                f"{task.name} has only {len(distinct):,} distinct examples of {length} "
+                f"{task.length_unit}, and {quota:,} are needed; draw fewer examples, or others"
+            )
     return list(distinct.values())

@@ -25,10 +25,11 @@ class WordTokenizer:
 
     pad, begin, answer, end = range(4)
 
-    def __init__(self) -> None:
+    def __init__(self, more: Iterable[str] = ()) -> None:
+        """`more` words follow those of the built-in tasks."""
         words = (word for task in TASKS.values() for word in task.vocabulary)
         self.vocabulary: tuple[str, ...] = tuple(
-            dict.fromkeys((*SPECIAL_TOKENS, *scratchpad.VOCABULARY, *words))
+            dict.fromkeys((*SPECIAL_TOKENS, *scratchpad.VOCABULARY, *words, *more))
         )
         self._ids = {word: index for index, word in enumerate(self.vocabulary)}
 

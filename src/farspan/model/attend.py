@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from farspan.model.compile import raise_recompile_limit
+from farspan.model.encodings import PlacedEncoding
 from farspan.model.positions import PlacedBias, TableBias
 
 NAME = "farspan_sdpa"
@@ -28,14 +29,14 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    bias: PlacedBias | None = None,
+    bias: PlacedBias | PlacedEncoding | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """softmax(scaling · q·k + bias) v, [B, Q, H, D]; scaling q does not scale the bias."""
     if bias is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     plain = attention_mask is None and query.shape[2] > 1 and not kwargs.get("dropout")
-    if query.is_cuda and plain:
+    if query.is_cuda and plain and isinstance(bias, PlacedBias):
         return attend_flex(query, key, value, bias, kwargs.get("scaling"), compiled=True), None
     position_bias = bias.tensor().to(query.dtype)
     return sdpa_attention_forward(

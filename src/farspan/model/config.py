@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from numbers import Integral
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -26,11 +28,13 @@ class FarspanConfig(PreTrainedConfig):
     sliding window of 128 tokens, then one full-attention layer without positions. It is stored
     expanded, one name per layer, with windows in `layer_types` and `sliding_window`, where Hugging
     Face's caches read them. `max_position_embeddings` is the train length; rows of a learned table
-    beyond it (`position_table`) are untrained.
+    beyond it (`position_table`) are untrained. `custom_encodings` names the code of encodings that
+    are not farspan's own: {"mine": "mine.py:Mine"}.
     """
 
     model_type = "farspan"
     keys_to_ignore_at_inference = ("past_key_values",)
+    custom_encodings: ClassVar[dict[str, str]] = {}
 
     vocab_size: int = 32_000
     hidden_size: int = 512
@@ -62,6 +66,9 @@ class FarspanConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        # Not a field: configs without such encodings stay as they were, and their hashes too.
+        if custom := kwargs.pop("custom_encodings", None):
+            self.custom_encodings = _checked_encodings(custom)
         self._check_shape()
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -127,7 +134,8 @@ class FarspanConfig(PreTrainedConfig):
                 f"t5_buckets is {self.t5_buckets} and t5_max_distance is {self.t5_max_distance}; "
                 "set 2 buckets or more, and a distance of more than half as many"
             )
-        if self.hidden_size % 2 and "sinusoidal" in _as_list(self.position):
+        waves = {"sinusoidal", "randomized"} & set(map(str, _as_list(self.position)))
+        if self.hidden_size % 2 and waves:
             raise FarspanError(
                 f"sinusoidal positions come in pairs, and hidden_size is {self.hidden_size}; "
                 "choose an even size"
@@ -136,7 +144,7 @@ class FarspanConfig(PreTrainedConfig):
     def _expand_positions(self) -> None:
         """Expand the short form; expanded values stay as they are, so a saved config reloads."""
         entries = _as_list(self.position)
-        parsed = [parse_position(entry) for entry in entries]
+        parsed = [parse_position(entry, self.custom_encodings) for entry in entries]
         kinds, windows = [kind for kind, _ in parsed], [window for _, window in parsed]
         layers = self.num_hidden_layers
         if not entries or layers % len(entries):
@@ -196,12 +204,12 @@ class FarspanConfig(PreTrainedConfig):
         return super().convert_rope_params_to_dict(**kwargs)
 
 
-def parse_position(entry: str) -> tuple[str, int | None]:
+def parse_position(entry: str, custom: Iterable[str] = ()) -> tuple[str, int | None]:
     """`rope/128` -> ("rope", 128), `none` -> ("none", None)."""
     if not isinstance(entry, str):
         raise FarspanError(f"position {entry!r} is not a name; write it as none, rope or rope/128")
     kind, _, window = entry.partition("/")
-    known: Sequence[str] = PER_LAYER + MODEL_WIDE
+    known = (*PER_LAYER, *MODEL_WIDE, *custom)
     if kind not in known:
         raise FarspanError(f"position {entry!r} is unknown; {suggest(kind, known)}")
     if not window and "/" not in entry:
@@ -209,6 +217,21 @@ def parse_position(entry: str) -> tuple[str, int | None]:
     if not window.isdecimal() or int(window) < 1:
         raise FarspanError(f"position {entry!r} has no valid window; write it as {kind}/128")
     return kind, int(window)
+
+
+def _checked_encodings(custom: Any) -> dict[str, str]:
+    """Names in `position` with their code; a name is also that of a file in the model's folder."""
+    if not isinstance(custom, dict):
+        raise FarspanError(f"custom_encodings is {custom!r}; write names with file.py:Class")
+    for name, reference in custom.items():
+        if name in (*PER_LAYER, *MODEL_WIDE) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise FarspanError(
+                f"custom_encodings has the name {name!r}; write a name that is not built in, with "
+                "letters, digits, - and _"
+            )
+        if not isinstance(reference, str):
+            raise FarspanError(f"custom_encodings.{name} is {reference!r}; write file.py:Class")
+    return dict(custom)
 
 
 def _as_list(position: str | list[str] | tuple[str, ...]) -> list[str]:

@@ -1,7 +1,9 @@
 """Position encodings behind one interface.
 
 A position encoding changes the embeddings (learned, sinusoidal), rotates queries and keys (rope),
-or adds a bias to the scores (alibi, t5). `NoPE` does none of these.
+or adds a bias to the scores (alibi, t5). `NoPE` does none of these. These encodings are built for
+speed: angles are computed once for all layers, and biases are functions of the distance.
+`encodings.py` has the open protocol, which asks for less.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-PER_LAYER = ("none", "rope", "alibi", "t5")
-MODEL_WIDE = ("learned", "sinusoidal")
+PER_LAYER = ("none", "rope", "alibi", "t5", "kerple", "fire", "cope")
+MODEL_WIDE = ("learned", "sinusoidal", "randomized")
 
 Angles = tuple[Tensor, Tensor]
 
@@ -215,16 +217,3 @@ class PlacedBias:
         return lambda score, batch, head, row, column: (
             score + function(head, (row - column).clamp(min=0))
         )
-
-
-def build_position(kind: str, config) -> Position:
-    """Build the position encoding of this name for a farspan config."""
-    if kind == "rope":
-        return Rope(config)
-    if kind == "alibi":
-        return Alibi(config.num_attention_heads)
-    if kind == "t5":
-        return T5(config.num_attention_heads, config.t5_buckets, config.t5_max_distance)
-    if kind == "learned":
-        return Learned(config.position_table, config.hidden_size)
-    return Sinusoidal() if kind == "sinusoidal" else NoPE()

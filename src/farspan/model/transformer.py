@@ -7,7 +7,9 @@ through the attention seam.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +24,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
+from farspan.custom_code import source_code
 from farspan.errors import FarspanError
 from farspan.model import attend as biased_attention
 from farspan.model.config import FULL, SLIDING, FarspanConfig
-from farspan.model.positions import (
-    AlibiBias,
-    PlacedBias,
-    Position,
-    alibi_slopes,
-    build_position,
-    rotate,
-)
+from farspan.model.encodings import Encoding, PlacedEncoding, adds_scores, build_position
+from farspan.model.positions import AlibiBias, PlacedBias, Position, alibi_slopes, rotate
 
 eager_attention_forward = biased_attention.attend  # the seam looks it up here
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
@@ -55,7 +52,10 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class FarspanAttention(nn.Module):
-    """Grouped-query attention; angles and score bias of the position encoding are arguments."""
+    """Grouped-query attention; what the position encoding does is an argument.
+
+    That is angles or a rotation (an encoding of the open protocol with positions [B or 1, tokens]),
+    and a bias of the scores."""
 
     def __init__(self, config: FarspanConfig, layer_idx: int):
         super().__init__()
@@ -78,6 +78,7 @@ class FarspanAttention(nn.Module):
         hidden_states,
         attention_mask=None,
         angles=None,
+        rotation=None,
         bias=None,
         past_key_values=None,
         positions_to_keep=0,
@@ -89,9 +90,14 @@ class FarspanAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if angles is not None:
             q, k = rotate(q, k, angles)
+        if rotation is not None:
+            encoding, positions = rotation
+            q, k = encoding.rotate(q, k, positions[:, -q.shape[2] :], positions)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if bias is not None:
+            if isinstance(bias, PlacedEncoding):
+                bias = bias.bind(q * self.scaling, k)
             kwargs["bias"] = bias
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, biased_attention.attend
@@ -175,16 +181,39 @@ class FarspanPreTrainedModel(PreTrainedModel):
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
         """Layers with a score bias need the attention function that does not drop it."""
-        if not {"alibi", "t5"} & set(self.config.position):
+        if not self._biased_kinds():
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         if requested_attention in (None, "sdpa"):
             return biased_attention.NAME
         if biased_attention.NAME not in requested_attention:
             raise FarspanError(
-                f"attention {requested_attention!r} would drop the score bias of alibi and t5 "
-                "layers; do not set attn_implementation"
+                f"attention {requested_attention!r} would drop the score bias of "
+                f"{' and '.join(self._biased_kinds())} layers; do not set attn_implementation"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        """As transformers does, with the code of the model's own encodings in the folder."""
+        paths = self.config.custom_encodings
+        for name, reference in paths.items():
+            file, _, cls = reference.rpartition(":")
+            if file.endswith(".py"):
+                Path(save_directory).mkdir(parents=True, exist_ok=True)
+                code = source_code(reference, f"the encoding {name}")
+                (Path(save_directory) / f"{name}.py").write_bytes(code)
+                self.config.custom_encodings = {
+                    **self.config.custom_encodings,
+                    name: f"{name}.py:{cls}",
+                }
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            if paths:
+                self.config.custom_encodings = paths
+
+    def _biased_kinds(self) -> list[str]:
+        custom = self.config.custom_encodings
+        return [kind for kind in sorted(set(self.config.position)) if adds_scores(kind, custom)]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -225,6 +254,7 @@ class FarspanModel(FarspanPreTrainedModel):
         The last layer computes no others, where its attention backend allows that."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = self._check_call(attention_mask, past_key_values, use_cache)
         checkpointing = self.gradient_checkpointing and self.training
         if use_cache and past_key_values is None and not checkpointing:
             past_key_values = DynamicCache(config=self.config)
@@ -243,6 +273,8 @@ class FarspanModel(FarspanPreTrainedModel):
                 states.append(x)
             mask, bias = masks[span], biases.get((kind, span))
             options = {"attention_mask": mask, "angles": angles[kind], "bias": bias}
+            if isinstance(self._position(kind), Encoding):
+                options["rotation"] = self._position(kind), position_ids
             if layer is self.layers[-1] and self._can_skip_queries(positions_to_keep, x):
                 options |= self._last_layer_options(
                     positions_to_keep, x, mask, bias, past_key_values
@@ -266,6 +298,38 @@ class FarspanModel(FarspanPreTrainedModel):
             # traffic for no gain.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return self.dropout(x), angles
+
+    @property
+    def draws_positions(self) -> bool:
+        """Whether an encoding draws random numbers, for a whole text."""
+        return any(getattr(position, "random", False) for position in self.positions.values())
+
+    def _check_call(self, attention_mask, past_key_values, use_cache: bool) -> bool:
+        """Refuse what an encoding of the open protocol cannot do; returns whether to cache."""
+        if self.draws_positions:
+            if past_key_values is not None:
+                raise FarspanError(
+                    "randomized positions are drawn for a whole text, so its cached start would "
+                    "have others; run whole texts, with use_cache=False"
+                )
+            return False
+        scoring = [
+            kind
+            for kind, encoding in self.positions.items()
+            if isinstance(encoding, Encoding) and encoding.adds_scores
+        ]
+        if scoring and attention_mask is not None:
+            # Their scores depend on more than distances, which padding does not change.
+            if isinstance(attention_mask, dict):
+                raise FarspanError(
+                    f"{scoring[0]} layers cannot use a static cache; use a dynamic one"
+                )
+            if not attention_mask.all():
+                raise FarspanError(
+                    f"{scoring[0]} layers cannot run a padded batch; run texts of one length, or "
+                    "one text at a time"
+                )
+        return use_cache
 
     def _position(self, kind: str) -> Position:
         return self.positions[kind]  # type: ignore[return-value]  # ModuleDict is untyped
@@ -300,7 +364,12 @@ class FarspanModel(FarspanPreTrainedModel):
         return 0 < positions_to_keep < x.shape[1] and "sdpa" in self.config._attn_implementation
 
     def _last_layer_options(
-        self, count: int, x: Tensor, mask, bias: PlacedBias | None, past_key_values
+        self,
+        count: int,
+        x: Tensor,
+        mask,
+        bias: PlacedBias | PlacedEncoding | None,
+        past_key_values,
     ) -> dict[str, Any]:
         """The arguments of the last layer for the last `count` queries only.
 
@@ -317,14 +386,17 @@ class FarspanModel(FarspanPreTrainedModel):
             bias = replace(bias, query_index=bias.query_index[-count:], blocks=None)
         return {"attention_mask": mask, "bias": bias, "positions_to_keep": count}
 
-    def _biases(self, queries: int, device, past_key_values) -> dict[tuple[str, str], PlacedBias]:
+    def _biases(
+        self, queries: int, device, past_key_values
+    ) -> dict[tuple[str, str], PlacedBias | PlacedEncoding]:
         """The score bias of each encoding and layer type, at the cache slots of this call."""
         pairs = zip(self.config.position, self.config.layer_types, strict=True)
         first = {pair: index for index, pair in reversed(list(enumerate(pairs)))}
-        placed = {}
+        placed: dict[tuple[str, str], PlacedBias | PlacedEncoding] = {}
         for (kind, span), index in first.items():
-            bias = self._position(kind).bias
-            if bias is None:
+            position = self._position(kind)
+            own = isinstance(position, Encoding) and position.adds_scores
+            if not own and position.bias is None:
                 continue
             past, keys, offset, blocks = 0, queries, 0, None
             if past_key_values is not None:
@@ -332,13 +404,14 @@ class FarspanModel(FarspanPreTrainedModel):
                 keys, offset = past_key_values.get_mask_sizes(queries, index)
             elif device.type == "cuda":
                 blocks = biased_attention.causal_blocks(queries, device)
-            placed[kind, span] = PlacedBias(
-                bias(keys),
-                bias.heads,
-                torch.arange(queries, device=device) + past,
-                torch.arange(keys, device=device) + offset,
-                blocks,
-            )
+            query_index = torch.arange(queries, device=device) + past
+            key_index = torch.arange(keys, device=device) + offset
+            if isinstance(position, Encoding):
+                placed[kind, span] = PlacedEncoding(position, query_index, key_index)
+            elif (bias := position.bias) is not None:
+                placed[kind, span] = PlacedBias(
+                    bias(keys), bias.heads, query_index, key_index, blocks
+                )
         return placed
 
 
@@ -350,6 +423,12 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         self.model = FarspanModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def generate(self, *args, **kwargs):
+        """As transformers does, without a cache where an encoding draws positions."""
+        if self.model.draws_positions:
+            kwargs.setdefault("use_cache", False)
+        return super().generate(*args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -52,7 +52,7 @@ def accuracy_by_length(panels: Sequence[Panel]) -> Figure:
         seeds = max(len(scores) for panel in panels for _, scores in panel.curves.values())
         title = "dotted: the longest train length"
         title += f"; bands: the range of {seeds} seeds" * (seeds > 1)
-        layout = {"loc": "outside upper left", "ncols": len(names), "alignment": "left"}
+        layout = {"loc": "outside upper left", "ncols": min(8, len(names)), "alignment": "left"}
         figure.legend(handles, names, title=title, fontsize=9, title_fontsize=9, **layout)
     return figure
 

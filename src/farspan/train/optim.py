@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from farspan.errors import FarspanError
+from farspan.model.positions import Position
 from farspan.train.sharding import full_tensor, shard_like
 
 SCHEDULES = ("linear", "cosine", "constant")
@@ -75,6 +76,9 @@ def make_optimizers(module: nn.Module, config: OptimizerConfig) -> list[Optimize
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     if (head := getattr(module, "get_output_embeddings", lambda: None)()) is not None:
         tables.add(id(head.weight))  # an untied head is a table of tokens too
+    for child in module.modules():
+        if isinstance(child, Position):  # Muon is for the matrices of the layers
+            tables |= {id(parameter) for parameter in child.parameters()}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [
         parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in tables

@@ -23,7 +23,7 @@ from farspan.lab.distance import (
     mass_by_distance,
 )
 from farspan.lab.study import encode_examples, parse_length_range
-from farspan.lab.tasks import draw_examples, find_task
+from farspan.lab.tasks import LabTask, draw_examples
 from farspan.lab.theorems import (
     PositionAnalysis,
     PositionReadout,
@@ -39,6 +39,7 @@ from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.workflows.diagnose import model_names
+from farspan.workflows.lab import resolve_task
 
 
 def compare_attention(
@@ -52,6 +53,7 @@ def compare_attention(
     windows: int = 4,
     rule: str = "jsd",
     device: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> AttentionComparison:
     """Compare the attention of models on text, or on examples of a lab task.
@@ -61,7 +63,8 @@ def compare_attention(
 
     data: default: python-docs.
     length: of a window of text, in tokens; default: 512.
-    task: for models of the lab: read examples of this task, of these `lengths`, instead of text.
+    task: for models of the lab: read examples of this task, of these `lengths`, instead of text;
+        RECIPE.toml:TASK for a task of a recipe's own.
     """
     _check_options(rule, task, lengths, data, length)
     if out is not None:
@@ -70,11 +73,12 @@ def compare_attention(
     source: dict[str, Any]
     if task is not None:
         source = {"task": task, "lengths": lengths}
-        batches = _example_batches(task, lengths, windows)
-        loaded = _load_lab_models(models, device)
+        lab_task, words = resolve_task(task, trust_remote_code)
+        batches = _example_batches(lab_task, words, lengths, windows)
+        loaded = _load_lab_models(models, device, words, trust_remote_code)
     else:
         source = {"data": data, "length": length}
-        loaded, tokenizer = _load_with_shared_tokenizer(models, device)
+        loaded, tokenizer = _load_with_shared_tokenizer(models, device, trust_remote_code)
         batches = list(cut_windows(read_documents(data), tokenizer, length, windows).ids.split(1))
     comparison = _compare_models(loaded, model_names(models), batches, rule, progress)
     if out is not None:
@@ -106,17 +110,22 @@ def _check_options(
             )
 
 
-def _example_batches(name: str, lengths: str, count: int) -> list[Tensor]:
+def _example_batches(
+    task: LabTask, tokenizer: WordTokenizer, lengths: str, count: int
+) -> list[Tensor]:
     """Examples of a task, in batches of rows of equal length."""
-    task = find_task(name)
     length_range = parse_length_range(lengths) if lengths else task.train
-    rows = encode_examples(draw_examples(task, length_range, count, 0), WordTokenizer())
+    rows = encode_examples(draw_examples(task, length_range, count, 0), tokenizer)
     return [rows.ids[rows.stop == stop, :stop].long() for stop in rows.stop.unique().tolist()]
 
 
-def _load_lab_models(models: Sequence[str], device: str) -> list[PreTrainedModel]:
-    loaded = [load(model, device=device).model for model in models]
-    words = len(WordTokenizer())
+def _load_lab_models(
+    models: Sequence[str], device: str, tokenizer: WordTokenizer, trust_remote_code: bool
+) -> list[PreTrainedModel]:
+    loaded = [
+        load(model, device=device, trust_remote_code=trust_remote_code).model for model in models
+    ]
+    words = len(tokenizer)
     for name, model in zip(models, loaded, strict=True):
         if model.config.vocab_size != words:
             raise FarspanError(
@@ -127,10 +136,13 @@ def _load_lab_models(models: Sequence[str], device: str) -> list[PreTrainedModel
 
 
 def _load_with_shared_tokenizer(
-    models: Sequence[str], device: str
+    models: Sequence[str], device: str, trust_remote_code: bool
 ) -> tuple[list[PreTrainedModel], Any]:
     """The models and their tokenizer, which must be the same: they read the same tokens."""
-    pairs = [load_with_tokenizer(model, device=device) for model in models]
+    pairs = [
+        load_with_tokenizer(model, device=device, trust_remote_code=trust_remote_code)
+        for model in models
+    ]
     tokenizer = pairs[0][1]
     for name, (_, other) in zip(models, pairs, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
@@ -205,6 +217,7 @@ def theorems(
     length: int = 512,
     windows: int = 8,
     device: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PositionAnalysis:
     """Prove Kazemnejad 2023's theorems by constructed weights, and read positions from models.
 
@@ -215,11 +228,13 @@ def theorems(
         check_absent(out)
     device = resolve_device(device)
     for model in models:
-        check_source(model)
+        check_source(model, trust_remote_code=trust_remote_code)
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
 
     def read(model: str, name: str) -> list[PositionReadout]:  # one model in memory at a time
-        loaded, tokenizer = load_with_tokenizer(model, device=device)
+        loaded, tokenizer = load_with_tokenizer(
+            model, device=device, trust_remote_code=trust_remote_code
+        )
         ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
         _check_finite(loaded, ids.split(1), name)
         return read_positions(loaded, ids)

@@ -23,9 +23,11 @@ from transformers import PreTrainedTokenizerFast
 
 from farspan.batching import run_in_batches
 from farspan.cells import Cells, cell_key, check_results_folder, repeat_until_done
+from farspan.custom_code import import_code, resolve_reference
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
 from farspan.files import new_folder, write_text
+from farspan.lab.custom_tasks import resolve_file
 from farspan.lab.fleet import Fleet
 from farspan.lab.fleet_training import train_fleet
 from farspan.lab.ranking import (
@@ -55,7 +57,7 @@ from farspan.lab.study import (
     network_config,
     parse_length_range,
 )
-from farspan.lab.tasks import draw_examples, find_task
+from farspan.lab.tasks import LabTask, draw_examples, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.loading import quiet, resolve_device
 from farspan.model import FarspanForCausalLM
@@ -74,13 +76,38 @@ JOIN_TIMEOUT = 5.0  # seconds for a worker process to notice that the study is f
 Say = Callable[[str], None]
 
 
-def read_study(recipe: str, overrides: Sequence[str] = ()) -> LabStudy:
+def read_study(
+    recipe: str, overrides: Sequence[str] = (), *, trust_remote_code: bool = False
+) -> LabStudy:
     """A recipe by name or file, with `key=value` overrides.
+
+    trust_remote_code: run the code of custom tasks and encodings. Their paths are relative to the
+        folder of the recipe's file, or to the current folder for a recipe by name.
 
     >>> read_study("lab-tiny", ["train.steps=100"]).train.steps
     100
     """
-    return load_recipe(LabStudy, recipe, overrides, recipe_dir=RECIPE_DIR)
+    folder = Path(recipe).parent if recipe.endswith(".toml") else Path()
+
+    def resolve_files(document: dict[str, Any]) -> None:
+        trusted = {"trust_remote_code": trust_remote_code}
+        for name, task in _table(document, "custom_tasks").items():
+            if isinstance(task, dict) and isinstance(file := task.get("file"), str):
+                task["file"] = resolve_file(file, folder, f"custom_tasks.{name}.file", **trusted)
+        encodings = _table(document, "custom_encodings")
+        for name, reference in encodings.items():
+            if isinstance(reference, str):
+                key = f"custom_encodings.{name}"
+                encodings[name] = resolve_reference(reference, folder, key)
+                import_code(encodings[name], key, **trusted)
+
+    return load_recipe(LabStudy, recipe, overrides, recipe_dir=RECIPE_DIR, prepare=resolve_files)
+
+
+def _table(document: dict[str, Any], key: str) -> dict[str, Any]:
+    """A table of a recipe that is not checked yet."""
+    table = document.get(key)
+    return table if isinstance(table, dict) else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +128,7 @@ def run(
     out: str | Path,
     *,
     device: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress = silent,
     say: Say = lambda text: None,
 ) -> LabResult:
@@ -108,10 +136,12 @@ def run(
 
     >>> run("lab-tiny", [], "runs/lab-tiny").ranks[0].encoding
     """
-    study, out = read_study(recipe, overrides), Path(out)
+    study, out = read_study(recipe, overrides, trust_remote_code=trust_remote_code), Path(out)
     device = resolve_device(device)
     check_results_folder(out, "lab run")
+    data = _custom_task_data(study)
     runner = _make_runner(study, out, device, progress, say)
+    runner.cached_data.update(data)
     write_text(out / "recipe.toml", to_toml(study))
     with _workers(min(study.processes, len(runner.missing_fleets())) - 1, study, out, device):
         runner.finish()
@@ -119,12 +149,34 @@ def run(
     return _write_results(study, results, out, device)
 
 
+def _custom_task_data(study: LabStudy) -> dict[tuple[str, str], TaskData]:
+    """The examples of the study's own tasks, so that a bad one is refused before any training."""
+    data = {
+        (task, scratchpad): make_task_data(study, task, scratchpad, study.tokenizer)
+        for task in study.tasks
+        for scratchpad in study.scratchpads
+        if task in study.custom_tasks
+    }
+    for (task, _), examples in data.items():
+        if len(examples.train) < study.train.buckets:
+            raise FarspanError(
+                f"{task} has {len(examples.train)} examples to train on, which do not fill "
+                f"{study.train.buckets} buckets; add examples, or set train.buckets=1"
+            )
+    return data
+
+
 @renamed_arguments(source="recipe", changes="overrides")
 def summarize(
-    recipe: str, overrides: Sequence[str], out: str | Path, say: Say = lambda text: None
+    recipe: str,
+    overrides: Sequence[str],
+    out: str | Path,
+    say: Say = lambda text: None,
+    *,
+    trust_remote_code: bool = False,
 ) -> LabResult:
     """Write the results of the finished models of a study, without training."""
-    study, out = read_study(recipe, overrides), Path(out)
+    study, out = read_study(recipe, overrides, trust_remote_code=trust_remote_code), Path(out)
     results = {}
     if (out / "cells").is_dir():  # Cells would create it
         cells = Cells(out, say=say)
@@ -178,6 +230,8 @@ def _workers(count: int, study: LabStudy, out: Path, device: str) -> Iterator[No
 def _work_on_study(study: LabStudy, out: Path, device: str) -> None:
     end_with_parent()
     torch.set_num_threads(1)
+    for key, reference in study.custom_code().items():  # the first process has checked the trust
+        import_code(reference, key, trust_remote_code=True)
     _make_runner(study, out, device).finish()
 
 
@@ -213,7 +267,7 @@ def _make_runner(
     if study.save:
         models = {key: model_folder(out, cell, key) for cell, key in keys.items()}
         cells = _CellsWithModels(out, models, say)
-    return StudyRunner(study, WordTokenizer(), device, keys, cells, out, progress, say)
+    return StudyRunner(study, study.tokenizer, device, keys, cells, out, progress, say)
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,7 +465,7 @@ def _panels(study: LabStudy, entries: Sequence[LabEntry]) -> list[lab_figures.Pa
             lab_figures.Panel(
                 title=", ".join(names) + failed,
                 train_length=study.ranges(task)[0][1],
-                length_unit=find_task(task).length_unit,
+                length_unit=study.task(task).length_unit,
                 curves={entry.encoding: entry.curve() for entry in group},
             )
         )
@@ -437,7 +491,8 @@ class LabEstimate:
 
 def estimate(study: LabStudy, device: str | None = None) -> list[LabEstimate]:
     """What each network of a study costs to train."""
-    tokenizer, device = WordTokenizer(), resolve_device(device)
+    tokenizer, device = study.tokenizer, resolve_device(device)
+    _custom_task_data(study)
     on_gpu = torch.device(device).type == "cuda"
     rate = matmul_flops_per_second(on_gpu, device)
     cells = list_cells(study)
@@ -457,7 +512,9 @@ def _estimate(
     for fleet in fleets:
         longest = max(longest_row(study, cell.task, cell.scratchpad, tokenizer) for cell in fleet)
         shape = study.sizes[first.size]
-        config = network_config(shape, first.encoding, tokenizer, longest, longest)
+        config = network_config(
+            shape, first.encoding, tokenizer, longest, longest, study.custom_encodings
+        )
         plan = fleet_plan(study, fleet[0])
         # Rows of the shortest bucket are about 1/buckets as long as those of the longest.
         per_model = round(plan.steps * plan.batch * longest * (1 + 1 / plan.buckets) / 2)
@@ -480,14 +537,31 @@ def _estimate(
 # Examples.
 
 
+def resolve_task(task: str, trust_remote_code: bool = False) -> tuple[LabTask, WordTokenizer]:
+    """A built-in task, or one that a recipe defines: RECIPE.toml:TASK. With its tokenizer."""
+    recipe, _, name = task.rpartition(":")
+    if not recipe.endswith(".toml"):
+        return find_task(task), WordTokenizer()
+    study = read_study(recipe, trust_remote_code=trust_remote_code)
+    return study.task(name), study.tokenizer
+
+
 def dump(
-    task: str, n: int, lengths: str, seed: int, scratchpad: str | None = None
+    task: str,
+    n: int,
+    lengths: str,
+    seed: int,
+    scratchpad: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Iterator[str]:
     """Examples of a task as JSON Lines: input, target, length.
 
+    task: a built-in task, or RECIPE.toml:TASK for a task of a recipe's own.
+
     >>> next(dump("copy", 1, "2:2", 0))
     """
-    lab_task = find_task(task)
+    lab_task, _ = resolve_task(task, trust_remote_code)
     length_range = parse_length_range(lengths) if lengths else lab_task.train
     for example in draw_examples(lab_task, length_range, n, seed, scratchpad=scratchpad):
         yield json.dumps(asdict(example), ensure_ascii=False)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from farspan.attention.patch import Patch
+from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError
-from farspan.evals.jsonlines import read_rows
 from farspan.files import read_json, write_text
 from farspan.loading import is_patch
 from farspan.report.page import SECTIONS, Run, page

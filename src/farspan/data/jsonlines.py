@@ -1,4 +1,4 @@
-"""JSON Lines of benchmarks: one object a line, with its line number for error messages."""
+"""JSON Lines: one object a line, with its line number for error messages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise CorruptError(
-                f"{file}, line {number} is not JSON ({error}); download the file again"
+                f"{file}, line {number} is not JSON ({error}); correct it, or download it again"
             ) from None
         if not isinstance(row, dict):
             raise CorruptError(
-                f"{file}, line {number} is not a JSON object; download the file again"
+                f"{file}, line {number} is not a JSON object; correct it, or download it again"
             )
         yield number, row
