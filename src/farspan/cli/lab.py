@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from farspan.workflows.lab import LabEstimate, LabResult
 
 TASKS_HELP = (
-    "copy, copy-repeat, copy-replace, copy-double, reverse, reverse-numbers, addition, polynomial, "
-    "sorting, sorting-numbers, summation, parity, lego, lego-ordered, scan or pcfg."
+    "copy, copy-repeat, copy-repeat-double, copy-replace, copy-double, reverse, reverse-double, "
+    "reverse-copy, addition, polynomial, sorting, sorting-numbers, summation, parity, lego, "
+    "lego-ordered, scan, pcfg, copy-next or reverse-numbers."
 )
 TextOrNone = Annotated[
     str | None,
@@ -78,6 +79,15 @@ Scratchpad = Annotated[
         show_default="none",
     ),
 ]
+Minimum = Annotated[
+    str,
+    typer.Option(
+        "--minimum",
+        metavar="WHICH",
+        help="Nearest pair of heads: sample (of each window or example, then the mean; as "
+        "Kazemnejad 2023) or mean (of the mean over all).",
+    ),
+]
 Legacy = Annotated[
     bool,
     typer.Option(
@@ -97,8 +107,8 @@ def run_command(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="lab-tiny, lab-quick, lab-grid, lab-scale, lab-scratchpad, lab-paper, or a .toml "
-            "file.",
+            help="lab-tiny, lab-quick, lab-grid, lab-attention, lab-hard, lab-scale, "
+            "lab-scratchpad, lab-paper, or a .toml file.",
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("train.steps=500")] = None,
@@ -155,6 +165,7 @@ def distance_command(
     data: TextOrNone = None,
     task: TaskOption = None,
     lengths: LengthRange = "",
+    scratchpad: Scratchpad = None,
     length: Annotated[
         int | None,
         typer.Option(min=2, metavar="N", help="Tokens per window of text.", show_default="512"),
@@ -162,6 +173,7 @@ def distance_command(
     windows: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of windows, or of examples.")
     ] = 4,
+    minimum: Minimum = "sample",
     legacy: Legacy = False,
     out: OutFolder = None,
     device: Device = None,
@@ -169,7 +181,8 @@ def distance_command(
 ) -> None:
     """Compare the attention of models: distance between their heads, layer by layer.
 
-    Also reports how much the loss of each model rises without each head.
+    Also reports how much the loss of each model rises without each head, and how far back its most
+    attended tokens are.
     """
     from farspan.progress import bars
     from farspan.workflows.attention_analysis import compare_attention
@@ -181,9 +194,11 @@ def distance_command(
             out,
             task=task,
             lengths=lengths,
+            scratchpad=scratchpad,
             length=length,
             windows=windows,
             rule="legacy" if legacy else "jsd",
+            minimum=minimum,
             device=device,
             progress=progress,
         )
@@ -258,8 +273,16 @@ def show_study(study: LabResult, folder: Path, as_json: bool) -> None:
     learned, models = study.learned
     if as_json:
         ranks = {rank.encoding: rank.reciprocal for rank in study.ranks}
-        counts = {"learnt": learned, "models": models, "mean_reciprocal_rank": ranks}
-        print_json({**counts, "folder": str(folder)})
+        ranks_of_all = {rank.encoding: rank.reciprocal for rank in study.ranks_of_all}
+        print_json(
+            {
+                "learnt": learned,
+                "models": models,
+                "mean_reciprocal_rank": ranks,
+                "mean_reciprocal_rank_of_all": ranks_of_all,
+                "folder": str(folder),
+            }
+        )
         return
     show_tables(study.tables)
     print_line(f"\n{learned} of {models} models learned their task")
@@ -304,22 +327,25 @@ def _print_comparison_json(comparison: AttentionComparison) -> None:
         for (first, second), distance in comparison.pairs.items()
     ]
     losses = [ablation.tolist() for ablation in comparison.ablations]
+    attended = [fractions.mean((0, 1)).tolist() for fractions in comparison.attended]
     print_json(
         {
             "tokens": comparison.tokens,
             "distances": distances,
             "loss_without_head": dict(zip(names, losses, strict=True)),
+            "attended_distance": dict(zip(names, attended, strict=True)),
         }
     )
 
 
 def _print_distances(comparison: AttentionComparison) -> None:
     names = comparison.models
-    rule = next(iter(comparison.pairs.values())).rule
-    legacy = " (only those with i < j, as Kazemnejad 2023)" if rule == "legacy" else ""
+    first_pair = next(iter(comparison.pairs.values()))
+    legacy = " (only those with i < j, as Kazemnejad 2023)" if first_pair.rule == "legacy" else ""
+    nearest = "of each sample" if first_pair.minimum == "sample" else "of the mean over samples"
     table = make_table(
-        caption=f"distance in nats by layer: nearest pair of heads{legacy}, then all heads matched "
-        f"one to one; {comparison.tokens:,} tokens"
+        caption=f"distance in nats by layer: nearest pair of heads{legacy}, {nearest}; then all "
+        f"heads matched one to one; {comparison.tokens:,} tokens"
     )
     table.add_column("models", overflow="fold")
     for layer in range(len(comparison.mass[0])):
