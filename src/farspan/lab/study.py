@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -22,12 +23,13 @@ from farspan.cells import cell_key
 from farspan.errors import FarspanError, suggest
 from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
 from farspan.lab.fleet_training import FleetPlan
-from farspan.lab.scratchpad import parse_parts
+from farspan.lab.scratchpad import parse_parts, task_format
 from farspan.lab.tasks import (
     Example,
     Range,
     draw_examples,
     find_task,
+    length_weights,
     make_splits,
     no_examples,
 )
@@ -47,7 +49,7 @@ ENCODINGS: dict[str, tuple[str, float]] = {
 }
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
-RESULT_FORMAT = 4  # version of a cell's result
+RESULT_FORMAT = 5  # version of a cell's result
 MAX_LENGTH = 10_000
 
 
@@ -101,6 +103,7 @@ class LabStudy:
     train_examples: int = 100_000
     test_examples: int = 2_000  # in range, and as many beyond
     data_seed: int = 0
+    even_lengths: bool = True  # or as frequent as in the released data of Kazemnejad 2023
     # By task, where it differs from the task's own range; as 2:20.
     train_lengths: dict[str, str] = field(default_factory=dict)
     test_lengths: dict[str, str] = field(default_factory=dict)
@@ -156,9 +159,12 @@ class LabStudy:
                 ) from None
 
     def _check_tasks(self) -> None:
-        for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
+        for task in self.tasks:
             find_task(task)
-            parse_parts(scratchpad, task)
+            self.formats(task)
+        for scratchpad in self.scratchpads:
+            if all(task_format(scratchpad, task) != scratchpad for task in self.tasks):
+                parse_parts(scratchpad, self.tasks[0])  # raises an error
         for task, rate in self.rates.items():
             if not 0 < rate < math.inf:
                 raise FarspanError(
@@ -169,6 +175,15 @@ class LabStudy:
             for low, high in self.ranges(name):
                 if not any(map(find_task(name).count, range(low, high + 1))):
                     raise FarspanError(no_examples(find_task(name), (low, high)))
+                length_weights(find_task(name), range(low, high + 1), self.even_lengths)
+
+    def formats(self, task: str) -> list[str]:
+        """The scratchpads of a task, each once, without the parts that the task lacks."""
+        formats: dict[str, str] = {}
+        for scratchpad in self.scratchpads:
+            name = task_format(scratchpad, task)
+            formats.setdefault(parse_parts(name, task), name)
+        return list(formats.values())
 
     def ranges(self, task: str) -> tuple[Range, Range]:
         """The lengths that a task is trained on and tested on."""
@@ -222,9 +237,8 @@ def list_cells(study: LabStudy) -> list[LabCell]:
             lr * study.sizes[size].rate * study.rates.get(task, 1.0),
             seed,
         )
-        for size, encoding, task, scratchpad, lr, seed in itertools.product(
-            study.sizes, study.encodings, study.tasks, study.scratchpads, study.lrs, study.seeds
-        )
+        for size, encoding, task in itertools.product(study.sizes, study.encodings, study.tasks)
+        for scratchpad, lr, seed in itertools.product(study.formats(task), study.lrs, study.seeds)
     ]
 
 
@@ -243,6 +257,7 @@ def describe_cell(study: LabStudy, cell: LabCell) -> dict[str, Any]:
         "plan": asdict(fleet_plan(study, cell)),
         "train_lengths": train,
         "test_lengths": test,
+        "even_lengths": study.even_lengths,
         "examples": [study.train_examples, study.test_examples, study.data_seed],
         "scales": study.scales,
         "words": _vocabulary_hash(),
@@ -291,7 +306,9 @@ def make_task_data(
         train=train,
         test=test,
         scratchpad=scratchpad,
+        even_lengths=study.even_lengths,
     )
+    weights = length_weights(task, {e.length for e in splits.train}, study.even_lengths)
     if len(splits.held_out) < 2:
         raise FarspanError(
             f"{name} has too few examples of {train[0]} to {train[1]} {task.length_unit} to hold "
@@ -303,7 +320,7 @@ def make_task_data(
             "or held out, so none is left to test; test on longer ones"
         )
     return TaskData(
-        encode_examples(balance_lengths(splits.train), tokenizer),
+        encode_examples(balance_lengths(splits.train, weights), tokenizer),
         encode_examples(splits.held_out, tokenizer),
         encode_examples(splits.beyond, tokenizer),
         np.array([example.length for example in splits.held_out]),
@@ -311,8 +328,8 @@ def make_task_data(
     )
 
 
-def balance_lengths(examples: Sequence[Example]) -> list[Example]:
-    """Repeat examples so that every length occurs equally often.
+def balance_lengths(examples: Sequence[Example], weights: Mapping[int, int]) -> list[Example]:
+    """Repeat examples so that every length occurs as often as its weight asks.
 
     There are few short examples, and models learn the long ones through them: models that saw sums
     of two digits once in a thousand examples never learned to add eight digits.
@@ -320,11 +337,11 @@ def balance_lengths(examples: Sequence[Example]) -> list[Example]:
     groups = defaultdict(list)
     for example in examples:
         groups[example.length].append(example)
-    most = max(map(len, groups.values()))
+    most = max(Fraction(len(group), weights[length]) for length, group in groups.items())
     return [
         example
-        for group in groups.values()
-        for example in itertools.islice(itertools.cycle(group), most)
+        for length, group in groups.items()
+        for example in itertools.islice(itertools.cycle(group), math.floor(most * weights[length]))
     ]
 
 
