@@ -34,6 +34,7 @@ from farspan.evals.perplexity import METRICS, MODES
 from farspan.evals.scores import Score
 from farspan.evals.suites import SUITES, EvalConfig
 from farspan.formats.registry import FORMATS
+from farspan.lab.distance import Distance
 from farspan.lab.tasks import TASKS
 from farspan.methods.registry import METHODS
 from farspan.progress import bars
@@ -358,7 +359,7 @@ def test_narrow_terminal_drops_columns_and_keeps_names(set_width, capsys, width)
 def test_compared_models_keep_brackets_in_their_names(set_width, capsys):
     set_width(120)
     ablation, mass = np.zeros((1, 2)), np.zeros((1, 2, 4))
-    distance = SimpleNamespace(nearest=np.zeros(1), matched=np.zeros(1), rule="jsd")
+    distance = Distance(np.zeros((1, 1, 2, 2)), np.ones(1))
     comparison = SimpleNamespace(
         models=["runs/[small]", "nope-twin"],
         tokens=8,
