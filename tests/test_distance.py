@@ -131,18 +131,22 @@ def test_nearest_heads_are_those_of_each_sample(rule):
     distance = distances([one, other], batches, rule=rule)[0, 1]
     assert distance.minimum == "sample"
     expected, compare = np.zeros((4, 2)), {"jsd": jsd, "legacy": legacy}[rule]
+    sums = np.zeros((2, HEADS, HEADS))
     samples = [row[None] for ids in batches for row in ids]
     for number, ids in enumerate(samples):
         scores = zip(attention_scores(one, ids), attention_scores(other, ids), strict=True)
         for layer, (p, q) in enumerate(scores):
             p, q = (attention_weights(part, 0, ids.shape[1])[0].double() for part in (p, q))
+            table = compare(p[:, None], q[None]).sum(-1).numpy()
+            sums[layer] += table
             expected[number, layer] = min(
-                float(compare(p[i], q[j]).mean())
+                table[i, j] / ids.shape[1]
                 for i in range(HEADS)
                 for j in range(HEADS)
                 if rule == "jsd" or i < j
             )
     assert np.allclose(distance.nearest, expected.mean(0), atol=1e-5)
+    assert np.allclose(distance.pairs, sums / (3 * 9 + 20), atol=1e-5)
     assert (distance.nearest < replace(distance, minimum="mean").nearest - 1e-4).all(), (
         "the samples have different nearest heads"
     )
