@@ -34,7 +34,7 @@ from farspan.evals.perplexity import METRICS, MODES
 from farspan.evals.scores import Score
 from farspan.evals.suites import SUITES, EvalConfig
 from farspan.formats.registry import FORMATS
-from farspan.lab.distance import Distance
+from farspan.lab.distance import MINIMA, Distance
 from farspan.lab.tasks import TASKS
 from farspan.methods.registry import METHODS
 from farspan.progress import bars
@@ -55,6 +55,7 @@ FUNCTIONS = {
     "report": "report.report",
     "lab run": "lab.run",
     "lab dump": "lab.dump",
+    "lab finetune": "lab_finetune.finetune",
     "lab distance": "attention_analysis.compare_attention",
     "lab theorems": "attention_analysis.theorems",
 }
@@ -191,7 +192,8 @@ def test_values_and_positional_arguments_are_not_renamed(monkeypatch, capsys):
         ("reproduce", recipe_names("study")),
         ("lab run", recipe_names("lab")),
         ("lab dump", TASKS),
-        ("lab distance", TASKS),
+        ("lab finetune", TASKS),
+        ("lab distance", [*TASKS, *MINIMA]),
     ],
 )
 def test_help_lists_every_choice(command, choices):

@@ -1,4 +1,4 @@
-"""`farspan lab`: run, dump, distance, theorems"""
+"""`farspan lab`: run, dump, finetune, distance, theorems"""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from farspan.cli.options import (
     Command,
     Device,
     DryRun,
+    Model,
     Models,
     OutFolder,
     ReportOnly,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from farspan.lab.distance import AttentionComparison
     from farspan.lab.theorems import PositionAnalysis
     from farspan.workflows.lab import LabEstimate, LabResult
+    from farspan.workflows.lab_finetune import FinetuneResult
 
 TASKS_HELP = (
     "copy, copy-repeat, copy-repeat-double, copy-replace, copy-double, reverse, reverse-double, "
@@ -157,6 +159,36 @@ def dump_command(
 
     for line in dump(task, n, lengths, seed, scratchpad):
         typer.echo(line)
+
+
+@app.command("finetune", cls=Command)
+def finetune_command(
+    model: Model,
+    task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings, e.g. steps=2000 lr=3e-5 train_lengths=2:10 test_lengths=11:20.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, out_option("Results folder.", show_default="runs/MODEL-TASK")
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a pretrained model on a task, and test it at unseen lengths.
+
+    An interrupted run resumes when the same command is run again.
+    """
+    from farspan.progress import bars
+    from farspan.workflows.lab_finetune import finetune
+
+    with bars() as progress:
+        result = finetune(model, task, overrides or [], out, device=device, progress=progress)
+    show_finetune(result, as_json)
 
 
 @app.command("distance", cls=Command)
@@ -287,6 +319,24 @@ def show_study(study: LabResult, folder: Path, as_json: bool) -> None:
     show_tables(study.tables)
     print_line(f"\n{learned} of {models} models learned their task")
     print_saved("record and figure", folder)
+
+
+def show_finetune(result: FinetuneResult, as_json: bool) -> None:
+    from farspan.lab.ranking import accuracy
+
+    in_range, beyond = accuracy(result.in_range), accuracy(result.beyond)
+    if as_json:
+        scores = {"in_range": in_range, "beyond": beyond, "learned": result.learned}
+        print_json({**scores, "loss": result.loss, "folder": str(result.folder)})
+        return
+    table = make_table("length", "exact match", "examples")
+    for counts in (result.in_range, result.beyond):
+        for length, (correct, total) in counts.items():
+            table.add_row(length, f"{correct / total:.3f}", str(total))
+    console.print(table)
+    learned = "learned" if result.learned else "not learned"
+    print_line(f"\nexact match {in_range:.3f} in range ({learned}), {beyond:.3f} beyond")
+    print_saved("record and figure", result.folder)
 
 
 def show_tables(tables: Mapping[str, tuple[list[str], list[list[str]]]]) -> None:
