@@ -34,6 +34,7 @@ from farspan.evals.perplexity import METRICS, MODES
 from farspan.evals.scores import Score
 from farspan.evals.suites import SUITES, EvalConfig
 from farspan.formats.registry import FORMATS
+from farspan.lab.distance import MINIMA, Distance
 from farspan.lab.tasks import TASKS
 from farspan.methods.registry import METHODS
 from farspan.progress import bars
@@ -54,6 +55,7 @@ FUNCTIONS = {
     "report": "report.report",
     "lab run": "lab.run",
     "lab dump": "lab.dump",
+    "lab finetune": "lab_finetune.finetune",
     "lab distance": "attention_analysis.compare_attention",
     "lab theorems": "attention_analysis.theorems",
 }
@@ -190,7 +192,8 @@ def test_values_and_positional_arguments_are_not_renamed(monkeypatch, capsys):
         ("reproduce", recipe_names("study")),
         ("lab run", recipe_names("lab")),
         ("lab dump", TASKS),
-        ("lab distance", TASKS),
+        ("lab finetune", TASKS),
+        ("lab distance", [*TASKS, *MINIMA]),
     ],
 )
 def test_help_lists_every_choice(command, choices):
@@ -358,7 +361,7 @@ def test_narrow_terminal_drops_columns_and_keeps_names(set_width, capsys, width)
 def test_compared_models_keep_brackets_in_their_names(set_width, capsys):
     set_width(120)
     ablation, mass = np.zeros((1, 2)), np.zeros((1, 2, 4))
-    distance = SimpleNamespace(nearest=np.zeros(1), matched=np.zeros(1), rule="jsd")
+    distance = Distance(np.zeros((1, 1, 2, 2)), np.ones(1))
     comparison = SimpleNamespace(
         models=["runs/[small]", "nope-twin"],
         tokens=8,

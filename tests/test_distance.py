@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from farspan.bundled import BUNDLED_MODELS
 from farspan.cli.lab import show_comparison
 from farspan.errors import FarspanError
 from farspan.lab.distance import (
+    BINS,
     Distance,
     ablation,
+    attended_distance,
     attention_scores,
     attention_weights,
     distances,
@@ -95,7 +99,7 @@ def test_legacy_rule_uses_66_of_144_pairs():
     for i in range(12):
         for j in range(12):
             pairs[0, i, j] = 1.0
-            used += Distance(pairs, "legacy").nearest[0] == 1.0
+            used += Distance(pairs[None], np.ones(1), "legacy").nearest[0] == 1.0
             pairs[0, i, j] = 9.0
     assert used == 66
 
@@ -112,9 +116,40 @@ def test_distances_cover_every_pair_of_heads_and_position(ids):
                 assert distance.pairs[layer, i, j] == pytest.approx(
                     float(jsd(p[:, i], q[:, j]).mean()), abs=1e-6
                 )
-    assert np.allclose(distance.nearest, distance.pairs.min((1, 2)))
-    assert (distance.nearest <= distance.matched).all()
+    of_mean = replace(distance, minimum="mean").nearest
+    assert np.allclose(of_mean, distance.pairs.min((1, 2)))
+    assert (of_mean <= distance.matched).all()
     assert (distance.matched <= distance.pairs.mean((1, 2))).all()
+
+
+@pytest.mark.parametrize("rule", ["jsd", "legacy"])
+def test_nearest_heads_are_those_of_each_sample(rule):
+    """Each sample's smallest distance first, then their mean: the released notebook's order."""
+    one, other = model("none", 0), model("alibi", 1)
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randint(32, (3, 9), generator=generator), torch.arange(20)[None]]
+    distance = distances([one, other], batches, rule=rule)[0, 1]
+    assert distance.minimum == "sample"
+    expected, compare = np.zeros((4, 2)), {"jsd": jsd, "legacy": legacy}[rule]
+    sums = np.zeros((2, HEADS, HEADS))
+    samples = [row[None] for ids in batches for row in ids]
+    for number, ids in enumerate(samples):
+        scores = zip(attention_scores(one, ids), attention_scores(other, ids), strict=True)
+        for layer, (p, q) in enumerate(scores):
+            p, q = (attention_weights(part, 0, ids.shape[1])[0].double() for part in (p, q))
+            table = compare(p[:, None], q[None]).sum(-1).numpy()
+            sums[layer] += table
+            expected[number, layer] = min(
+                table[i, j] / ids.shape[1]
+                for i in range(HEADS)
+                for j in range(HEADS)
+                if rule == "jsd" or i < j
+            )
+    assert np.allclose(distance.nearest, expected.mean(0), atol=1e-5)
+    assert np.allclose(distance.pairs, sums / (3 * 9 + 20), atol=1e-5)
+    assert (distance.nearest < replace(distance, minimum="mean").nearest - 1e-4).all(), (
+        "the samples have different nearest heads"
+    )
 
 
 @pytest.mark.parametrize("rule", ["jsd", "legacy"])
@@ -123,6 +158,27 @@ def test_distances_do_not_depend_on_budget_or_batches(ids, rule):
     together = distances(both, [ids], rule=rule)[0, 1]
     row_by_row = distances(both, [ids[:1], ids[1:]], rule=rule, budget=1)[0, 1]
     assert np.allclose(together.pairs, row_by_row.pairs, atol=1e-6)
+    assert np.allclose(together.nearest, row_by_row.nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize("starts", [None, [torch.tensor([4, 20]), torch.tensor([0])]])
+def test_attended_distance_counts_the_most_attended_token_of_each_query(ids, starts):
+    original, batches = model("rope", 2), [ids, ids[:1, :10]]
+    fractions = attended_distance(original, batches, starts)
+    again = attended_distance(original, batches, starts, budget=1)
+    assert np.array_equal(fractions, again)
+    counts = np.zeros((2, HEADS, BINS))
+    for number, batch in enumerate(batches):
+        for layer, scores in enumerate(attention_scores(original, batch)):
+            weights = attention_weights(scores, 0, batch.shape[1]).numpy()
+            for row in range(len(batch)):
+                for query in range(int(starts[number][row]) if starts else 0, batch.shape[1]):
+                    for head in range(HEADS):
+                        key = int(np.argmax(weights[row, head, query, : query + 1]))
+                        relative = Fraction(query - key, query + 1)
+                        counts[layer, head, math.floor(relative * BINS)] += 1
+    assert np.allclose(fractions, counts / counts.sum(-1, keepdims=True))
+    assert (fractions > 0).sum() > 2 * HEADS, "heads attend to more than one distance"
 
 
 def test_matching_undoes_a_permutation_of_heads(ids):
@@ -227,6 +283,8 @@ def no_loading(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"scratchpad": "full"}, "--scratchpad full applies to examples of a task; add --task"),
+        ({"minimum": "men"}, "minimum 'men' is unknown; choose sample or mean"),
         ({"lengths": "2:20"}, "--lengths 2:20 applies to examples of a task; add --task"),
         (
             {"task": "copy", "length": 99},

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,22 +18,28 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from scipy.stats import rankdata
 
 import farspan
 from farspan import cli
 from farspan.cells import cell_key
 from farspan.errors import FarspanError
 from farspan.lab import study as lab_study
+from farspan.lab.distance import BINS, attended_distance
 from farspan.lab.fleet import Fleet
 from farspan.lab.ranking import (
     accuracy_table,
     count_learned,
     group_entries,
     rank_encodings,
+    rank_scratchpads,
     rank_table,
     reciprocal_ranks,
     scale_table,
+    scratchpad_table,
+    task_group,
 )
+from farspan.lab.scratchpad import MACHINES, parse_parts
 from farspan.lab.study import (
     LabCell,
     LabStudy,
@@ -48,7 +55,7 @@ from farspan.lab.study import (
     network_config,
     parse_length_range,
 )
-from farspan.lab.tasks import draw_examples, find_task
+from farspan.lab.tasks import TASKS, draw_examples, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.workflows import lab as lab_workflow
 from farspan.workflows.attention_analysis import compare_attention, theorems
@@ -222,11 +229,39 @@ def test_compare_attention_of_saved_models(finished, tmp_path):
     assert {path.name for path in (tmp_path / "apart").glob("*.png")} == {
         "distance.png",
         "heads.png",
+        "attended.png",
     }
+    assert comparison.attended[0].shape == (1, 2, BINS)
+    assert record["heads"][0]["attended_distance"] == comparison.attended[0].round(6).tolist()
+    of_mean = compare_attention(folders, task="copy", lengths="2:4", windows=9, minimum="mean")
+    assert (of_mean.pairs[0, 1].nearest >= comparison.pairs[0, 1].nearest).all()
     with pytest.raises(FarspanError, match="different vocabularies"):
         compare_attention([folders[0], "nope-twin"])
     with pytest.raises(FarspanError, match="'jsb' is unknown"):
         compare_attention(folders, rule="jsb")
+
+
+def test_compare_attention_reads_scratchpads(finished):
+    folder = str(next((finished / "out" / "models").glob("copy.none*")))
+    options = {"task": "addition", "lengths": "2:2", "windows": 3}
+    plain, full = (
+        compare_attention([folder], scratchpad=scratchpad, **options)
+        for scratchpad in (None, "full")
+    )
+    rows = [
+        encode_examples(
+            draw_examples(find_task("addition"), (2, 2), 3, 0, scratchpad=scratchpad),
+            WordTokenizer(),
+        )
+        for scratchpad in (None, "full")
+    ]
+    assert [plain.tokens, full.tokens] == [int(part.stop.sum()) for part in rows]
+    model = farspan.load(folder).model
+    ids = [row[:stop].long()[None] for row, stop in zip(rows[1].ids, rows[1].stop, strict=True)]
+    starts = [start[None] for start in rows[1].start]
+    assert np.allclose(full.attended[0], attended_distance(model, ids, starts)), (
+        "only queries of the answer count"
+    )
 
 
 def test_fleets_train_the_same_models_as_single_runs(finished, monkeypatch, tmp_path, no_figures):
@@ -367,6 +402,18 @@ def test_training_rows_are_balanced_by_length():
     assert len({tuple(row.tolist()) for row in train.ids[train.start == lengths[0]]}) == 2
 
 
+def test_training_rows_are_as_frequent_as_in_the_released_data():
+    study = replace(read_study("lab-tiny"), train_examples=640, even_lengths=False)
+    train = make_task_data(study, "addition", "none", WordTokenizer()).train
+    tokenizer, counts = WordTokenizer(), Counter()
+    for ids, start in zip(train.ids, train.start, strict=True):
+        operands = tokenizer.decode(ids[:start].tolist())[len("Compute ") : -2].split(" + ")
+        counts[max(len(operand.split()) for operand in operands)] += 1
+    total = sum(counts.values())
+    for length in range(1, 9):
+        assert counts[length] / total == pytest.approx((2 * length - 1) / 64, abs=0.01)
+
+
 @pytest.mark.parametrize("encoding", ["none", "t5"])
 def test_initial_logits_do_not_depend_on_base_scale(encoding):
     tokenizer, ids = WordTokenizer(), torch.arange(12)[None]
@@ -433,8 +480,10 @@ def result(in_range: float, beyond: float, chosen_by: float = 1.0) -> dict:
     }
 
 
-def cell(task: str, encoding: str, seed: int = 0, lr: float = 1e-3) -> LabCell:
-    return LabCell(task, encoding, "small", "none", lr, seed)
+def cell(
+    task: str, encoding: str, seed: int = 0, lr: float = 1e-3, scratchpad: str = "none"
+) -> LabCell:
+    return LabCell(task, encoding, "small", scratchpad, lr, seed)
 
 
 def test_models_that_did_not_learn_have_no_rank():
@@ -456,8 +505,85 @@ def test_models_that_did_not_learn_have_no_rank():
     header, rows = accuracy_table(entries)
     assert header == ["task", "none", "t5", "alibi"]
     assert rows[0] == ["copy", "0.500 (1 of 2)", "0.400", "not learned (0.50)"]
-    assert rank_table(entries)[1] == [["small", "none", "0.750 (2)", "0.750 (2)", ""]]
+    assert rank_table(entries) == (
+        ["size", "scratchpad", "tasks", "models", "none", "t5", "alibi"],
+        [
+            ["small", "none", "primitive", "learned", "1.000 (1)", "0.500 (1)", ""],
+            ["small", "none", "primitive", "all", "0.500 (1)", "0.333 (1)", "1.000 (1)"],
+            ["small", "none", "primitive", "all, by seed", "0.750 (1)", "0.333 (1)", "1.000 (1)"],
+            ["small", "none", "classical", "learned", "0.500 (1)", "1.000 (1)", ""],
+            ["small", "none", "classical", "all", "0.500 (1)", "1.000 (1)", ""],
+            ["small", "none", "classical", "all, by seed", "0.500 (1)", "1.000 (1)", ""],
+            ["small", "none", "all", "learned", "0.750 (2)", "0.750 (2)", ""],
+            ["small", "none", "all", "all", "0.500 (2)", "0.667 (2)", "1.000 (1)"],
+            ["small", "none", "all", "all, by seed", "0.667 (2)", "0.667 (2)", "1.000 (1)"],
+        ],
+    )
     assert scale_table(entries)[1] == [["1", "0.300", "0.300", ""], ["1.2", "0.500", "0.500", ""]]
+
+
+def test_tasks_are_grouped_as_in_the_paper():
+    groups = {"copy": "primitive", "lego": "reasoning", "pcfg": "classical", "copy-next": "own"}
+    assert {task: task_group(task) for task in groups} == groups
+    assert task_group("a-task-of-a-user") == "own"
+
+
+def test_ranks_of_the_recorded_grid_equal_an_independent_computation():
+    """SciPy ranks the recorded models; ties of three decimals do not occur in the means."""
+    lines = (Path(__file__).parent.parent / "docs" / "records" / "lab-grid.jsonl").read_text()
+    records = [json.loads(line) for line in lines.splitlines()]
+    entries = group_entries(
+        {cell(record["task"], record["encoding"], record["seed"]): record for record in records}
+    )
+
+    def exact_match(counts: dict) -> float:
+        return sum(correct for correct, _ in counts.values()) / sum(n for _, n in counts.values())
+
+    encodings = list(dict.fromkeys(record["encoding"] for record in records))
+    for learned_only in (True, False):
+        ranks: dict[str, list[float]] = {encoding: [] for encoding in encodings}
+        for task in dict.fromkeys(record["task"] for record in records):
+            scores: dict[str, list[float]] = {}
+            for record in records:
+                learned = exact_match(record["in_range"]) >= 0.95
+                if record["task"] == task and (learned or not learned_only):
+                    scores.setdefault(record["encoding"], []).append(exact_match(record["beyond"]))
+            means = [-np.mean(values).round(6) for values in scores.values()]
+            low, high = (rankdata(means, method).astype(int) for method in ("min", "max"))
+            for encoding, first, last in zip(scores, low, high, strict=True):
+                ranks[encoding].append(np.mean([1 / rank for rank in range(first, last + 1)]))
+        expected = {encoding: np.mean(values) for encoding, values in ranks.items()}
+        ours = rank_encodings(entries, learned_only=learned_only)
+        assert {rank.encoding: rank.reciprocal for rank in ours} == pytest.approx(expected)
+
+
+def test_scratchpads_are_ranked_within_each_task_and_encoding():
+    entries = group_entries(
+        {
+            cell("addition", "none", scratchpad="none"): result(0.9, 0.9),
+            cell("addition", "none", scratchpad="full"): result(1.0, 0.3),
+            cell("addition", "none", scratchpad="co"): result(1.0, 0.5),
+            cell("addition", "t5", scratchpad="none"): result(1.0, 0.1),
+            cell("addition", "t5", scratchpad="full"): result(1.0, 0.4),
+            cell("sorting", "t5", scratchpad="full"): result(1.0, 0.4),
+        }
+    )
+    assert rank_scratchpads(entries) == {
+        "addition": {"full": 0.75, "co": 1.0, "none": 0.5},
+        "sorting": {"full": 1.0},
+    }
+    assert rank_scratchpads(entries, learned_only=False)["addition"] == pytest.approx(
+        {"none": 0.75, "co": 0.5, "full": (1 / 3 + 1) / 2}
+    )
+    assert scratchpad_table(entries) == (
+        ["task", "models", "none", "full", "co"],
+        [
+            ["addition", "learned", "0.500", "0.750", "1.000"],
+            ["addition", "all", "0.750", "0.667", "0.500"],
+            ["sorting", "learned", "", "1.000", ""],
+            ["sorting", "all", "", "1.000", ""],
+        ],
+    )
 
 
 def test_table_columns_do_not_depend_on_result_order():
@@ -507,6 +633,7 @@ def test_cell_description_has_all_that_results_depend_on():
         "train.steps=7",
         "scales=[1.1]",
         "data_seed=3",
+        "even_lengths=false",
         'test_lengths.copy="9:10"',
         "sizes.tiny.width=32",
     ):
@@ -527,17 +654,24 @@ def test_every_recipe_has_distinct_cells(name):
 
 
 def test_recipes_match_the_paper():
-    assert {"lab-tiny", "lab-quick", "lab-grid", "lab-scratchpad", "lab-scale", "lab-paper"} == set(
-        RECIPES
-    )
+    names = ["tiny", "quick", "grid", "attention", "hard", "scratchpad", "scale", "paper"]
+    assert {f"lab-{name}" for name in names} == set(RECIPES)
     grid, pads, scale, paper = (
         read_study(f"lab-{name}") for name in ("grid", "scratchpad", "scale", "paper")
     )
     assert set(grid.encodings) == {"none", "t5", "alibi", "rotary", "sinusoidal"}
     assert len(grid.seeds) == 3
-    assert len(pads.scratchpads) >= 8
-    assert len(pads.encodings) == 5
-    assert len(pads.tasks) >= 2
+    released = {name for name, task in TASKS.items() if task.origin != "own"}
+    assert set(grid.tasks) == set(paper.tasks) == released
+    assert not paper.even_lengths
+    assert grid.even_lengths
+    assert set(pads.tasks) == set(MACHINES)
+    assert (len(pads.encodings), len(pads.seeds)) == (5, 3)
+    for task in pads.tasks:  # all parts, computation and output, and all but one part
+        parts = MACHINES[task].parts
+        without_one = {parts.replace(part, "") for part in parts}
+        written = {parse_parts(name, task) for name in pads.formats(task)}
+        assert written == {"", parts, "co"} | without_one
     assert len(scale.tasks) >= 2
     assert len(scale.sizes) == 3
     (shape,) = paper.sizes.values()
@@ -558,6 +692,13 @@ def test_recipes_match_the_paper():
     assert paper.steps["pcfg"] == 100_000
     assert paper.train.lr_factor(2399) == 1.0
     assert paper.train.lr_factor(21_200) == pytest.approx(0.5)
+
+
+def test_studies_write_each_format_of_a_task_once():
+    study = LabStudy(("sorting", "addition"), scratchpads=("full", "icovr", "icor", "iv", "none"))
+    assert study.formats("sorting") == ["full", "i", "none"]
+    assert study.formats("addition") == ["full", "icor", "iv", "none"]
+    assert len(list_cells(study)) == (3 + 4) * 5 * 3
 
 
 def test_estimate_counts_parameters_models_and_tokens():
@@ -677,8 +818,13 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
             ["run", "lab-tiny", 'test_lengths.scan="60:70"'],
             "scan has no example of 60 to 70 actions",
         ),
+        (
+            ["run", "lab-tiny", 'test_lengths.pcfg="33:34"', "even_lengths=false"],
+            "the released data of pcfg have no example of 33 to 34 functions",
+        ),
         (["run", "lab-tiny", 'scratchpads=["full"]'], "copy"),
         (["run", "lab-tiny", 'tasks=["sorting"]', 'scratchpads=["v"]'], "has no variables part"),
+        (["run", "lab-tiny", 'tasks=["sorting"]', 'scratchpads=["iv"]'], "has no variables part"),
         (["run", "lab-tiny", "seeds=[]"], "seeds is empty"),
         (["run", "lab-tiny", "seeds=[0, 0]"], "seeds has duplicates: [0, 0]"),
         (["run", "lab-tiny", "seeds=[-1]"], "seed -1 is below 0"),

@@ -19,6 +19,7 @@ from farspan.lab.scratchpad import (
     Tokens,
     parse_parts,
     steps,
+    task_format,
     write_scratchpad,
 )
 from farspan.lab.tasks import TASKS, draw_examples
@@ -68,7 +69,7 @@ def execute_step(
     """The output of a step, and what remains and the variables after it."""
     taken = shown["i"] if "i" in shown else machine.take(remaining, variables)
     computation = shown["c"] if "c" in shown else machine.compute(taken, variables)
-    output = shown["o"] if "o" in shown else machine.conclude(computation)
+    output = shown["o"] if "o" in shown else machine.conclude(computation, remaining)
     after = shown["v"] if "v" in shown else machine.update(variables, computation, output)
     rest = shown["r"] if "r" in shown else machine.rest(remaining, taken, output)
     return output, rest, after
@@ -139,15 +140,21 @@ def test_computations_are_correct_python(name):
             assert eval(left) == eval(right)
 
 
-def test_sorting_outputs_the_minimum_of_what_remains():
-    for example in draw_examples(TASKS["sorting"], (1, 16), 200, seed=2):
-        remaining = tuple(example.input.split()[1:-1])
-        for step in steps("sorting", example.input):
-            assert step["i"] == remaining
-            assert step["o"] == (min(remaining),)
-            assert sorted((*step["r"], *step["o"])) == sorted(remaining)
-            remaining = step["r"]
-        assert not remaining
+@pytest.mark.parametrize(("name", "mark"), [("sorting", " "), ("sorting-numbers", " , ")])
+def test_sorting_is_selection_sort(name, mark):
+    """As in the released code: the first item takes the place of the minimum."""
+    key = {"sorting": str, "sorting-numbers": lambda text: int(text.replace(" ", ""))}[name]
+    for example in draw_examples(TASKS[name], (1, 16), 200, seed=2):
+        values = " ".join(example.input.split()[1:-1]).split(mark)
+        for start, step in enumerate(steps(name, example.input)):
+            least = min(range(start, len(values)), key=lambda index: key(values[index]))
+            assert step["i"] == tuple(values[start].split())
+            assert step["c"] == ("minimum",)
+            values[start], values[least] = values[least], values[start]
+            assert step["o"] == tuple(values[start].split())
+            assert " ".join(step["r"]) == mark.join(values[start + 1 :])
+        assert start == len(values) - 1
+        assert f"The answer is {mark.join(values)} ." == example.target
 
 
 def test_lego_follows_the_chain_to_the_target():
@@ -209,12 +216,28 @@ def test_settings_are_letters_or_names(text, task, parts):
 
 
 @pytest.mark.parametrize(
+    ("text", "task", "written"),
+    [
+        ("icovr", "addition", "icovr"),
+        ("icovr", "sorting", "icor"),
+        ("input+variables", "lego", "i"),
+        ("full", "sorting", "full"),
+        ("none", "copy", "none"),
+    ],
+)
+def test_tasks_leave_out_the_parts_that_they_lack(text, task, written):
+    assert task_format(text, task) == written
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (
             lambda: parse_parts("full", "copy"),
             "copy has no scratchpad; choose one of addition",
         ),
+        (lambda: task_format("v", "sorting"), "the scratchpad of sorting has no variables part"),
+        (lambda: task_format("i", "copy"), "copy has no scratchpad"),
         (lambda: parse_parts("iv", "sorting"), "the scratchpad of sorting has no variables part"),
         (lambda: parse_parts("input+outptu", "addition"), "did you mean output"),
         (lambda: parse_parts("", "addition"), "has an unknown part ''"),

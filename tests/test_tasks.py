@@ -7,16 +7,20 @@ import os
 import re
 import tarfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from farspan.errors import FarspanError
 from farspan.lab import pcfg, scan
 from farspan.lab.tasks import (
+    GROUPS,
+    ORIGINS,
     TASKS,
     Example,
     LabTask,
@@ -153,15 +157,36 @@ def check_pcfg(example: Example) -> tuple[bool, int]:
     return stack == [example.target.split()], functions
 
 
+def check_replace(example: Example) -> tuple[bool, int]:
+    pattern = r"Replace (w\d+) with (w\d+) in (.*) \."
+    before, after, words = re.fullmatch(pattern, example.input).groups()
+    assert before != after
+    assert set(words.split()) == {before}
+    return example.target == words.replace(before, after), len(words.split())
+
+
+def check_two_lists(example: Example, first: int, second: int) -> tuple[bool, int]:
+    """The target is the list twice, each time forward (1) or backward (-1)."""
+    lists = [part.split() for part in example.target.split(" <next> ")]
+    return lists == [body(example)[::first], body(example)[::second]], len(body(example))
+
+
 CHECKS = {
     "copy": lambda e: (e.target.split() == body(e), len(body(e))),
     "copy-repeat": lambda e: (e.target.split() == body(e) and len(set(body(e))) == 1, len(body(e))),
-    "copy-replace": lambda e: (
-        [symbol_index(w) for w in e.target.split()] == [symbol_index(w) % 50 + 1 for w in body(e)],
+    "copy-repeat-double": lambda e: (
+        e.target.split() == body(e) * 2 and len(set(body(e))) == 1,
         len(body(e)),
     ),
-    "copy-double": lambda e: (e.target.split() == body(e) * 2, len(body(e))),
+    "copy-replace": check_replace,
+    "copy-next": lambda e: (
+        [symbol_index(w) for w in e.target.split()] == [symbol_index(w) % 100 + 1 for w in body(e)],
+        len(body(e)),
+    ),
+    "copy-double": lambda e: check_two_lists(e, 1, 1),
     "reverse": lambda e: (e.target.split()[::-1] == body(e), len(body(e))),
+    "reverse-double": lambda e: check_two_lists(e, -1, -1),
+    "reverse-copy": lambda e: check_two_lists(e, -1, 1),
     "reverse-numbers": lambda e: (
         numbers(e.target)[::-1] == numbers(" ".join(body(e))),
         len(numbers(e.target)),
@@ -229,8 +254,9 @@ SMALL = [
     ("addition", 1),
     ("polynomial", 1),
     ("copy-repeat", 9),
+    ("copy-replace", 3),
     ("copy", 1),
-    ("lego", 1),
+    ("lego", 2),
     ("lego-ordered", 2),
     ("scan", 2),
     ("reverse-numbers", 1),
@@ -264,9 +290,97 @@ def test_drawing_more_than_exist_returns_all_and_warns(caplog):
     assert {example.input for example in rest} == {example.input for example in drawn[5:]}
 
 
+@pytest.mark.parametrize(("name", "lengths"), [("addition", (2, 8)), ("addition", (9, 16))])
+def test_pairs_of_operand_sizes_are_equally_frequent(name, lengths):
+    """The released code draws as many sums for every pair of sizes with an operand in range."""
+    low, high = lengths
+    pairs = [pair for pair in product(range(1, high + 1), repeat=2) if max(pair) >= low]
+    drawn = draw_examples(TASKS[name], lengths, 100 * len(pairs), seed=0, even_lengths=False)
+    counts = Counter(
+        tuple(len(operand.split()) for operand in " ".join(body(example)).split(" + "))
+        for example in drawn
+    )
+    assert set(counts) == set(pairs)
+    expected = [100] * len(pairs)
+    assert chisquare([counts[pair] for pair in pairs], expected).pvalue > 1e-3
+
+
+def test_lengths_are_as_frequent_as_in_the_released_data():
+    by_actions = Counter(len(scan.actions(command)) for command in scan.commands())
+    drawn = Counter(
+        example.length
+        for example in draw_examples(TASKS["scan"], (26, 48), 1568, 0, even_lengths=False)
+    )
+    assert all(abs(drawn[length] - by_actions[length] / 2) <= 1 for length in range(26, 49))
+    lego = Counter(
+        example.length
+        for example in draw_examples(TASKS["lego"], (1, 8), 700, 0, even_lengths=False)
+    )
+    assert lego == dict.fromkeys(range(2, 9), 100), "the released code draws LEGO evenly"
+    with pytest.raises(FarspanError, match="the released data of pcfg have no example of 33 to 34"):
+        draw_examples(TASKS["pcfg"], (33, 34), 1, 0, even_lengths=False)
+
+
+def test_splits_are_drawn_by_the_frequencies_of_the_released_data():
+    splits = make_splits(TASKS["addition"], 6_400, 640, seed=0, even_lengths=False)
+    for split, n, lengths in zip(splits, (6_400, 640, 640), ((1, 8), (1, 8), (9, 16)), strict=True):
+        counts, total = Counter(example.length for example in split), len(split)
+        assert total == n
+        pairs = sum(2 * length - 1 for length in range(lengths[0], lengths[1] + 1))
+        for length in range(lengths[0] + 1, lengths[1] + 1):  # there are 90 sums of one digit
+            assert counts[length] == pytest.approx(n * (2 * length - 1) / pairs, abs=2, rel=0.02)
+
+
+def test_lego_asks_for_the_second_half():
+    """As in the released code: the middle of an odd chain belongs to the first half."""
+    for name in ("lego", "lego-ordered"):
+        assert not TASKS[name].count(1)
+        for length, steps in ((2, {2}), (5, {4, 5}), (6, {4, 5, 6})):
+            rng, asked = np.random.default_rng(0), set()
+            for _ in range(60):
+                words = TASKS[name].make(length, rng).input.partition(" . ")
+                bases = {c[0]: c[-1] for c in words[0].removeprefix("If ").split(" , ")}
+                name_asked, depth = words[2].split()[-2], 0
+                while name_asked != "1":
+                    name_asked, depth = bases[name_asked], depth + 1
+                asked.add(depth)
+            assert asked == steps
+
+
+def test_tasks_name_their_counterparts():
+    groups = Counter(task.group for task in TASKS.values())
+    assert groups == {"primitive": 8, "reasoning": 8, "classical": 2, "": 2}
+    assert {task.group for task in TASKS.values()} <= {*GROUPS, ""}
+    assert {name for name, task in TASKS.items() if task.origin == "own"} == {
+        "copy-next",
+        "reverse-numbers",
+    }
+    assert {task.origin for task in TASKS.values()} == set(ORIGINS)
+    assert all((task.group == "") == (task.origin == "own") for task in TASKS.values())
+
+
+@given(
+    st.integers(1, 500),
+    st.dictionaries(
+        st.integers(1, 30), st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1
+    ),
+)
+def test_quotas_follow_weights_where_examples_suffice(n, lengths):
+    available = {length: size for length, (size, _) in lengths.items()}
+    weights = {length: weight for length, (_, weight) in lengths.items()}
+    quotas = _balance(n, available, weights)
+    assert sum(quotas.values()) == min(n, sum(available.values()))
+    assert all(quota <= available[length] for length, quota in quotas.items())
+    share = max(quota / weights[length] for length, quota in quotas.items())
+    assert all(
+        quota == available[length] or quota >= share * weights[length] - weights[length] - 1
+        for length, quota in quotas.items()
+    )
+
+
 @given(st.integers(1, 500), st.dictionaries(st.integers(1, 30), st.integers(0, 60), min_size=1))
 def test_quotas_are_balanced_over_lengths(n, available):
-    quotas = _balance(n, available)
+    quotas = _balance(n, available, dict.fromkeys(available, 1))
     assert sum(quotas.values()) == min(n, sum(available.values()))
     most = max(quotas.values())
     assert all(quota <= available[length] for length, quota in quotas.items())
@@ -401,3 +515,18 @@ def test_pcfg_interpreter_agrees_with_the_released_data(bench):
     assert len(pairs) == 4_860 + 9_721 + 11_333 + 10_175 + 79_077
     wrong = [pair for pair in pairs if " ".join(pcfg.evaluate(pair["src"])) != pair["tgt"]]
     assert not wrong
+
+
+def test_pcfg_lengths_agree_with_the_released_data(bench):
+    def functions(name: str) -> Counter[int]:
+        sources = [json.loads(line)["src"] for line in bench[f"bench/pcfg_set/{name}"].splitlines()]
+        names = {*pcfg.UNARY, *pcfg.BINARY}
+        return Counter(sum(word in names for word in source.split()) for source in sources)
+
+    longer = functions("test_productivity.jsonl")
+    assert {length: pcfg.RELEASED[length] for length in longer} == longer
+    assert sum(pcfg.RELEASED.get(length, 0) for length in range(9, 36)) == 11_333
+    random = functions("dev_iid.jsonl") + functions("test_iid.jsonl")
+    total = sum(random[length] for length in range(1, 9))
+    for length in range(1, 9):
+        assert pcfg.RELEASED[length] == round(81_010 * random[length] / total)

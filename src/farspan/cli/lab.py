@@ -1,4 +1,4 @@
-"""`farspan lab`: run, dump, distance, theorems"""
+"""`farspan lab`: run, dump, finetune, distance, theorems"""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from farspan.cli.options import (
     Command,
     Device,
     DryRun,
+    Model,
     Models,
     OutFolder,
     ReportOnly,
@@ -41,11 +42,13 @@ if TYPE_CHECKING:
     from farspan.lab.distance import AttentionComparison
     from farspan.lab.theorems import PositionAnalysis
     from farspan.workflows.lab import LabEstimate, LabResult
+    from farspan.workflows.lab_finetune import FinetuneResult
 
 TASKS_HELP = (
-    "copy, copy-repeat, copy-replace, copy-double, reverse, reverse-numbers, addition, polynomial, "
-    "sorting, sorting-numbers, summation, parity, lego, lego-ordered, scan or pcfg; or "
-    "RECIPE.toml:TASK for a task of a recipe's own."
+    "copy, copy-repeat, copy-repeat-double, copy-replace, copy-double, reverse, reverse-double, "
+    "reverse-copy, addition, polynomial, sorting, sorting-numbers, summation, parity, lego, "
+    "lego-ordered, scan, pcfg, copy-next or reverse-numbers; or RECIPE.toml:TASK for a task of a "
+    "recipe's own."
 )
 TrustLabCode = Annotated[
     bool,
@@ -86,6 +89,15 @@ Scratchpad = Annotated[
         show_default="none",
     ),
 ]
+Minimum = Annotated[
+    str,
+    typer.Option(
+        "--minimum",
+        metavar="WHICH",
+        help="Nearest pair of heads: sample (of each window or example, then the mean; as "
+        "Kazemnejad 2023) or mean (of the mean over all).",
+    ),
+]
 Legacy = Annotated[
     bool,
     typer.Option(
@@ -105,8 +117,8 @@ def run_command(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="lab-tiny, lab-quick, lab-grid, lab-scale, lab-scratchpad, lab-paper, or a .toml "
-            "file.",
+            help="lab-tiny, lab-quick, lab-grid, lab-attention, lab-hard, lab-scale, "
+            "lab-scratchpad, lab-paper, or a .toml file.",
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("train.steps=500")] = None,
@@ -163,12 +175,43 @@ def dump_command(
         typer.echo(line)
 
 
+@app.command("finetune", cls=Command)
+def finetune_command(
+    model: Model,
+    task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings, e.g. steps=2000 lr=3e-5 train_lengths=2:10 test_lengths=11:20.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, out_option("Results folder.", show_default="runs/MODEL-TASK")
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a pretrained model on a task, and test it at unseen lengths.
+
+    An interrupted run resumes when the same command is run again.
+    """
+    from farspan.progress import bars
+    from farspan.workflows.lab_finetune import finetune
+
+    with bars() as progress:
+        result = finetune(model, task, overrides or [], out, device=device, progress=progress)
+    show_finetune(result, as_json)
+
+
 @app.command("distance", cls=Command)
 def distance_command(
     models: Models,
     data: TextOrNone = None,
     task: TaskOption = None,
     lengths: LengthRange = "",
+    scratchpad: Scratchpad = None,
     length: Annotated[
         int | None,
         typer.Option(min=2, metavar="N", help="Tokens per window of text.", show_default="512"),
@@ -176,6 +219,7 @@ def distance_command(
     windows: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of windows, or of examples.")
     ] = 4,
+    minimum: Minimum = "sample",
     legacy: Legacy = False,
     out: OutFolder = None,
     device: Device = None,
@@ -184,7 +228,8 @@ def distance_command(
 ) -> None:
     """Compare the attention of models: distance between their heads, layer by layer.
 
-    Also reports how much the loss of each model rises without each head.
+    Also reports how much the loss of each model rises without each head, and how far back its most
+    attended tokens are.
     """
     from farspan.progress import bars
     from farspan.workflows.attention_analysis import compare_attention
@@ -196,9 +241,11 @@ def distance_command(
             out,
             task=task,
             lengths=lengths,
+            scratchpad=scratchpad,
             length=length,
             windows=windows,
             rule="legacy" if legacy else "jsd",
+            minimum=minimum,
             device=device,
             trust_remote_code=trust_remote_code,
             progress=progress,
@@ -283,12 +330,38 @@ def show_study(study: LabResult, folder: Path, as_json: bool) -> None:
     learned, models = study.learned
     if as_json:
         ranks = {rank.encoding: rank.reciprocal for rank in study.ranks}
-        counts = {"learnt": learned, "models": models, "mean_reciprocal_rank": ranks}
-        print_json({**counts, "folder": str(folder)})
+        ranks_of_all = {rank.encoding: rank.reciprocal for rank in study.ranks_of_all}
+        print_json(
+            {
+                "learnt": learned,
+                "models": models,
+                "mean_reciprocal_rank": ranks,
+                "mean_reciprocal_rank_of_all": ranks_of_all,
+                "folder": str(folder),
+            }
+        )
         return
     show_tables(study.tables)
     print_line(f"\n{learned} of {models} models learned their task")
     print_saved("record and figure", folder)
+
+
+def show_finetune(result: FinetuneResult, as_json: bool) -> None:
+    from farspan.lab.ranking import accuracy
+
+    in_range, beyond = accuracy(result.in_range), accuracy(result.beyond)
+    if as_json:
+        scores = {"in_range": in_range, "beyond": beyond, "learned": result.learned}
+        print_json({**scores, "loss": result.loss, "folder": str(result.folder)})
+        return
+    table = make_table("length", "exact match", "examples")
+    for counts in (result.in_range, result.beyond):
+        for length, (correct, total) in counts.items():
+            table.add_row(length, f"{correct / total:.3f}", str(total))
+    console.print(table)
+    learned = "learned" if result.learned else "not learned"
+    print_line(f"\nexact match {in_range:.3f} in range ({learned}), {beyond:.3f} beyond")
+    print_saved("record and figure", result.folder)
 
 
 def show_tables(tables: Mapping[str, tuple[list[str], list[list[str]]]]) -> None:
@@ -329,22 +402,25 @@ def _print_comparison_json(comparison: AttentionComparison) -> None:
         for (first, second), distance in comparison.pairs.items()
     ]
     losses = [ablation.tolist() for ablation in comparison.ablations]
+    attended = [fractions.mean((0, 1)).tolist() for fractions in comparison.attended]
     print_json(
         {
             "tokens": comparison.tokens,
             "distances": distances,
             "loss_without_head": dict(zip(names, losses, strict=True)),
+            "attended_distance": dict(zip(names, attended, strict=True)),
         }
     )
 
 
 def _print_distances(comparison: AttentionComparison) -> None:
     names = comparison.models
-    rule = next(iter(comparison.pairs.values())).rule
-    legacy = " (only those with i < j, as Kazemnejad 2023)" if rule == "legacy" else ""
+    first_pair = next(iter(comparison.pairs.values()))
+    legacy = " (only those with i < j, as Kazemnejad 2023)" if first_pair.rule == "legacy" else ""
+    nearest = "of each sample" if first_pair.minimum == "sample" else "of the mean over samples"
     table = make_table(
-        caption=f"distance in nats by layer: nearest pair of heads{legacy}, then all heads matched "
-        f"one to one; {comparison.tokens:,} tokens"
+        caption=f"distance in nats by layer: nearest pair of heads{legacy}, {nearest}; then all "
+        f"heads matched one to one; {comparison.tokens:,} tokens"
     )
     table.add_column("models", overflow="fold")
     for layer in range(len(comparison.mass[0])):

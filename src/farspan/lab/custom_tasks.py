@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ class CustomTask:
 class SplitTask(LabTask):
     """A task whose examples are already split."""
 
-    splits: Splits
+    splits: Splits = field(kw_only=True)
 
     def take(self, train: Range, test: Range, train_n: int, test_n: int) -> Splits:
         """The first examples of these lengths in each split."""

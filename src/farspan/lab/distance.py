@@ -2,8 +2,9 @@
 
 Two models read the same tokens. In each layer, every head of one model is compared with every head
 of the other by the Jensen–Shannon divergence of their attention, averaged over positions: 0 for
-identical attention, ln 2 for attention to disjoint tokens. Attention probabilities are computed a
-few rows at a time, so that long texts fit in memory.
+identical attention, ln 2 for attention to disjoint tokens. The nearest pair of heads is taken
+sample by sample and then averaged, as in Kazemnejad 2023, or from the mean over all samples.
+Attention probabilities are computed a few rows at a time, so that long texts fit in memory.
 
 The code released with Kazemnejad 2023 computes a different number, kept here as `legacy`:
 ½[KL(m‖p) + KL(m‖q)], which has no upper bound, over the pairs of heads i < j only.
@@ -25,6 +26,7 @@ from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
 
+BINS = 20  # of distances relative to the tokens before
 BUDGET = 1 << 24  # attention probabilities in memory at once
 DistanceRule = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,22 +49,33 @@ def legacy(p: Tensor, q: Tensor) -> Tensor:
 
 
 RULES: dict[str, DistanceRule] = {"jsd": jsd, "legacy": legacy}
+MINIMA = ("sample", "mean")  # the nearest pair of heads: of each sample, or of their mean
 
 
 @dataclass(frozen=True, eq=False)
 class Distance:
     """The attention distance between two models, for every pair of heads in every layer."""
 
-    pairs: np.ndarray  # [layers, heads, heads'] nats
+    samples: np.ndarray  # [samples, layers, heads, heads'] nats, the mean over positions
+    lengths: np.ndarray  # [samples] in tokens
     rule: str = "jsd"
+    minimum: str = "sample"
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """The mean over all positions of all samples, [layers, heads, heads']."""
+        return np.average(self.samples, axis=0, weights=self.lengths)
 
     @property
     def nearest(self) -> np.ndarray:
-        """The smallest distance over pairs of heads, [layers]; `legacy` uses pairs i < j only."""
-        pairs = self.pairs
+        """The smallest distance over pairs of heads, [layers]; `legacy` uses pairs i < j only.
+
+        By `minimum`, the mean of each sample's smallest distance, or the smallest mean distance.
+        """
+        tables = self.samples if self.minimum == "sample" else self.pairs[None]
         if self.rule == "legacy":
-            pairs = np.where(np.triu(np.ones(pairs.shape[1:], dtype=bool), 1), pairs, np.inf)
-        return pairs.min((1, 2))
+            tables = np.where(np.triu(np.ones(tables.shape[2:], dtype=bool), 1), tables, np.inf)
+        return tables.min((2, 3)).mean(0)
 
     @property
     def matched(self) -> np.ndarray:
@@ -80,6 +93,7 @@ class AttentionComparison:
     tokens: int
     pairs: dict[tuple[int, int], Distance]  # by the indices of two models
     mass: list[np.ndarray]  # for each model, [layers, heads, distances]
+    attended: list[np.ndarray]  # for each model, [layers, heads, BINS] fractions of queries
     ablations: list[np.ndarray]  # for each model, [layers, heads] in nats per token
 
 
@@ -89,6 +103,7 @@ def distances(
     batches: Sequence[Tensor],
     *,
     rule: str = "jsd",
+    minimum: str = "sample",
     budget: int = BUDGET,
 ) -> dict[tuple[int, int], Distance]:
     """The distance between every two models, by their indices, over batches of tokens [B, T].
@@ -96,8 +111,7 @@ def distances(
     >>> distances([nope, t5], [ids])[0, 1].nearest
     """
     pairs = [(one, other) for one in range(len(models)) for other in range(one + 1, len(models))]
-    sums = dict.fromkeys(pairs, torch.zeros((), dtype=torch.float64))
-    positions = 0
+    tables: dict[tuple[int, int], list[Tensor]] = {pair: [] for pair in pairs}
     for ids in batches:
         scores = [attention_scores(model, ids) for model in models]
         _check_comparable(scores, rule)
@@ -106,9 +120,12 @@ def distances(
                 _sum_head_pairs(p, q, RULES[rule], budget)
                 for p, q in zip(scores[one], scores[other], strict=True)
             ]
-            sums[one, other] = sums[one, other] + torch.stack(layers)
-        positions += ids.numel()
-    return {pair: Distance((total / positions).numpy(), rule) for pair, total in sums.items()}
+            tables[one, other].append(torch.stack(layers, dim=1) / ids.shape[1])
+    lengths = np.concatenate([[ids.shape[1]] * len(ids) for ids in batches])
+    return {
+        pair: Distance(torch.cat(parts).numpy(), lengths, rule, minimum)
+        for pair, parts in tables.items()
+    }
 
 
 def attention_scores(model: PreTrainedModel, ids: Tensor) -> list[Scores]:
@@ -139,18 +156,18 @@ def _check_comparable(scores: Sequence[Sequence[Scores]], rule: str) -> None:
 
 
 def _sum_head_pairs(one: Scores, other: Scores, rule: DistanceRule, budget: int) -> Tensor:
-    """[H, H'] of two layers, summed over batch and positions, float64 on the CPU."""
+    """[B, H, H'] of two layers, summed over positions, float64 on the CPU."""
     batch, heads, queries, _ = one.q.shape
-    total = torch.zeros(heads, other.q.shape[1], dtype=torch.float64)
+    total = torch.zeros(batch, heads, other.q.shape[1], dtype=torch.float64)
 
     def add_rows(start: int, stop: int) -> None:
         nonlocal total
         p = attention_weights(one, start, stop)
         q = attention_weights(other, start, stop).to(one.q.device)
         divergence = rule(p[:, :, None], q[:, None])  # [B, H, H', rows]
-        total = total + divergence.sum((0, 3), dtype=torch.float64).cpu()
+        total = total + divergence.sum(3, dtype=torch.float64).cpu()
 
-    run_in_batches(queries, max(1, budget // (batch * total.numel() * queries)), add_rows)
+    run_in_batches(queries, max(1, budget // (total.numel() * queries)), add_rows)
     return total
 
 
@@ -186,6 +203,45 @@ def _sum_mass(scores: Scores, longest: int, budget: int) -> Tensor:
 
     run_in_batches(queries, max(1, budget // (batch * heads * queries)), add_rows)
     return total.cpu()
+
+
+@torch.no_grad()
+def attended_distance(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    starts: Sequence[Tensor] | None = None,
+    *,
+    budget: int = BUDGET,
+) -> np.ndarray:
+    """How far back the most attended token is, as fractions of queries [layers, heads, BINS].
+
+    A distance is divided by the number of tokens up to the query: 0 is the query itself, and the
+    first token is near 1. Only queries from `starts` [B] on count, by default all of them.
+    """
+    totals: Tensor | float = 0.0
+    for number, ids in enumerate(batches):
+        start = torch.zeros(len(ids)) if starts is None else starts[number]
+        layers = [_count_attended(scores, start, budget) for scores in attention_scores(model, ids)]
+        totals = totals + torch.stack(layers)
+    assert isinstance(totals, Tensor)
+    return (totals / totals.sum(-1, keepdim=True)).numpy()
+
+
+def _count_attended(scores: Scores, start: Tensor, budget: int) -> Tensor:
+    """The number of queries whose most attended token is in each bin of distances, [H, BINS]."""
+    batch, heads, queries, _ = scores.q.shape
+    counts = torch.zeros(heads, BINS, dtype=torch.float64)
+
+    def add_rows(first: int, last: int) -> None:
+        weights = attention_weights(scores, first, last)  # [B, H, rows, keys]
+        rows = torch.arange(first, last)
+        back = rows - weights.argmax(-1).cpu()  # [B, H, rows]
+        bins = back * BINS // (rows + 1) + BINS * torch.arange(heads)[:, None]
+        counted = (rows >= start[:, None])[:, None].expand(back.shape)
+        counts.add_(torch.bincount(bins[counted], minlength=heads * BINS).view(heads, BINS))
+
+    run_in_batches(queries, max(1, budget // (batch * heads * queries)), add_rows)
+    return counts
 
 
 def ablation(model: PreTrainedModel, batches: Sequence[Tensor], *, layers: int = 4) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Rank the encodings of a study by how well they generalize to longer inputs.
 
-A model that fails its task within the train lengths says nothing about longer inputs: it counts as
-not learned and gets no rank.
+A model that fails its task within the train lengths says little about longer inputs. So encodings
+are ranked twice: over the models that learned their task, and over all models, as Kazemnejad 2023
+ranks them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from farspan.lab.study import ENCODINGS, LabCell
+from farspan.lab.tasks import GROUPS, TASKS
 
 LEARNED_THRESHOLD = 0.95  # exact match in range from which a model has learned its task
 
@@ -36,6 +38,7 @@ class LabEntry:
     encoding: str
     lr: float
     results: tuple[Mapping[str, Any], ...]
+    seeds: tuple[int, ...]  # of the results
 
     @cached_property
     def learned(self) -> list[Mapping[str, Any]]:
@@ -58,6 +61,14 @@ class LabEntry:
         """Exact match at unseen lengths, of each model that learned its task."""
         return [accuracy(result["beyond"]) for result in self.learned]
 
+    def scores(self, learned_only: bool) -> dict[int, float]:
+        """Exact match at unseen lengths by seed, of all models or of those that learned."""
+        return {
+            seed: accuracy(result["beyond"])
+            for seed, result in zip(self.seeds, self.results, strict=True)
+            if not learned_only or accuracy(result["in_range"]) >= LEARNED_THRESHOLD
+        }
+
     def scaled(self, scale: str) -> list[float]:
         return [accuracy(result["scaled"][scale]) for result in self.learned]
 
@@ -72,18 +83,18 @@ class LabEntry:
 
 def group_entries(results: Mapping[LabCell, Mapping[str, Any]]) -> list[LabEntry]:
     """The results of a study by task and encoding, each at its best learning rate."""
-    groups: dict[tuple[str, str, str, str], dict[float, list[Mapping[str, Any]]]] = {}
+    groups: dict[tuple[str, str, str, str], dict[float, dict[int, Mapping[str, Any]]]] = {}
     for cell, result in results.items():
         rates = groups.setdefault((cell.task, cell.size, cell.scratchpad, cell.encoding), {})
-        rates.setdefault(cell.lr, []).append(result)
+        rates.setdefault(cell.lr, {})[cell.seed] = result
     entries = []
     for key, rates in groups.items():
         scores = {
-            lr: float(np.mean([result["chosen_by"] for result in group]))
+            lr: float(np.mean([result["chosen_by"] for result in group.values()]))
             for lr, group in rates.items()
         }
         best = max(scores, key=scores.__getitem__)
-        entries.append(LabEntry(*key, best, tuple(rates[best])))
+        entries.append(LabEntry(*key, best, tuple(rates[best].values()), tuple(rates[best])))
     return entries
 
 
@@ -93,29 +104,61 @@ class Rank:
 
     encoding: str
     reciprocal: float  # 1: first in every task
-    tasks: int  # that it learned and is ranked in
+    tasks: int  # that it is ranked in
 
 
-def rank_encodings(entries: Sequence[LabEntry]) -> list[Rank]:
+def rank_encodings(
+    entries: Sequence[LabEntry], *, learned_only: bool = True, by_seed: bool = False
+) -> list[Rank]:
     """Encodings by the mean reciprocal rank of their exact match beyond the range, best first.
 
-    In each task, the encodings that learned it are ranked. Ties share their mean reciprocal rank.
+    In each task, encodings are ranked by the mean over seeds, or seed by seed. With `learned_only`,
+    only models that learned their task count. Ties share their mean reciprocal rank.
     """
-    by_task: dict[tuple[str, str, str], dict[str, float]] = {}
+    contests: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for entry in entries:
-        if entry.learned:
-            scores = by_task.setdefault((entry.task, entry.size, entry.scratchpad), {})
-            scores[entry.encoding] = round(float(np.mean(entry.beyond)), 6)
-    reciprocals: dict[str, list[float]] = {entry.encoding: [] for entry in entries}
-    for scores in by_task.values():
+        for seed, score in _scores(entry, learned_only, by_seed).items():
+            key = entry.task, entry.size, entry.scratchpad, seed
+            contests.setdefault(key, {})[entry.encoding] = score
+    reciprocals: dict[str, dict[tuple[str, str, str, int], float]] = {
+        entry.encoding: {} for entry in entries
+    }
+    for key, scores in contests.items():
         for encoding, reciprocal in reciprocal_ranks(scores).items():
-            reciprocals[encoding].append(reciprocal)
+            reciprocals[encoding][key] = reciprocal
     ranks = [
-        Rank(encoding, float(np.mean(values)), len(values))
+        Rank(encoding, float(np.mean(list(values.values()))), len({key[:3] for key in values}))
         for encoding, values in reciprocals.items()
         if values
     ]
     return sorted(ranks, key=lambda rank: -rank.reciprocal)
+
+
+def _scores(entry: LabEntry, learned_only: bool, by_seed: bool) -> dict[int, float]:
+    """What an entry is ranked by: one score for each seed, or their mean as seed -1."""
+    scores = entry.scores(learned_only)
+    if not by_seed and scores:
+        scores = {-1: float(np.mean(list(scores.values())))}
+    return {seed: round(score, 6) for seed, score in scores.items()}
+
+
+def rank_scratchpads(
+    entries: Sequence[LabEntry], *, learned_only: bool = True
+) -> dict[str, dict[str, float]]:
+    """Of each task, the mean reciprocal rank of its scratchpads over encodings and sizes."""
+    contests: dict[tuple[str, str, str], dict[str, float]] = {}
+    for entry in entries:
+        for score in _scores(entry, learned_only, by_seed=False).values():
+            contest = contests.setdefault((entry.task, entry.size, entry.encoding), {})
+            contest[entry.scratchpad] = score
+    values: dict[str, dict[str, list[float]]] = {}
+    for (task, _, _), scores in contests.items():
+        for scratchpad, reciprocal in reciprocal_ranks(scores).items():
+            values.setdefault(task, {}).setdefault(scratchpad, []).append(reciprocal)
+    return {
+        task: {scratchpad: float(np.mean(ranks)) for scratchpad, ranks in by_format.items()}
+        for task, by_format in values.items()
+    }
 
 
 def reciprocal_ranks(scores: Mapping[str, float]) -> dict[str, float]:
@@ -174,19 +217,66 @@ def _format_entry(entry: LabEntry | None) -> str:
     return text
 
 
+RANKINGS = {  # which models are ranked -> options of rank_encodings
+    "learned": {"learned_only": True},
+    "all": {"learned_only": False},
+    "all, by seed": {"learned_only": False, "by_seed": True},  # as Kazemnejad 2023 ranks
+}
+
+
+def task_group(task: str) -> str:
+    """The group of tasks in Kazemnejad 2023; `own` for tasks that it does not have."""
+    return (TASKS[task].group if task in TASKS else "") or "own"
+
+
 def rank_table(entries: Sequence[LabEntry]) -> Table:
-    """Mean reciprocal ranks by size and scratchpad, with the number of ranked tasks."""
-    groups: dict[tuple[str, str], list[LabEntry]] = {}
-    for entry in entries:
-        groups.setdefault((entry.size, entry.scratchpad), []).append(entry)
+    """Mean reciprocal ranks by size, scratchpad and group of tasks, with the number of tasks.
+
+    Each is given over the models that learned their task and over all models.
+    """
     encodings = ordered_encodings(entries)
+    several_seeds = any(len(entry.seeds) > 1 for entry in entries)
     rows = []
-    for (size, scratchpad), group in groups.items():
-        ranks = {
-            rank.encoding: f"{rank.reciprocal:.3f} ({rank.tasks})" for rank in rank_encodings(group)
-        }
-        rows.append([size, scratchpad, *(ranks.get(name, "") for name in encodings)])
-    return ["size", "scratchpad", *encodings], rows
+    for size, scratchpad in dict.fromkeys((entry.size, entry.scratchpad) for entry in entries):
+        same = [entry for entry in entries if (entry.size, entry.scratchpad) == (size, scratchpad)]
+        present = {task_group(entry.task) for entry in same}
+        groups = [group for group in (*GROUPS, "own") if group in present]
+        for group in (*groups, "all") if len(groups) > 1 else groups:
+            members = [entry for entry in same if group in (task_group(entry.task), "all")]
+            for name, options in RANKINGS.items():
+                if "by_seed" in options and not several_seeds:
+                    continue
+                ranks = {
+                    rank.encoding: f"{rank.reciprocal:.3f} ({rank.tasks})"
+                    for rank in rank_encodings(members, **options)
+                }
+                if ranks:
+                    columns = (ranks.get(encoding, "") for encoding in encodings)
+                    rows.append([size, scratchpad, group, name, *columns])
+    return ["size", "scratchpad", "tasks", "models", *encodings], rows
+
+
+def scratchpad_table(entries: Sequence[LabEntry]) -> Table:
+    """Mean reciprocal ranks of scratchpads by task, over models that learned it and over all."""
+    formats = list(dict.fromkeys(entry.scratchpad for entry in entries))
+    ranks = {
+        name: rank_scratchpads(entries, learned_only=learned_only)
+        for name, learned_only in (("learned", True), ("all", False))
+    }
+    rows = [
+        [
+            task,
+            name,
+            *(
+                f"{by_task[task][scratchpad]:.3f}" if scratchpad in by_task[task] else ""
+                for scratchpad in formats
+            ),
+        ]
+        for task in dict.fromkeys(entry.task for entry in entries)
+        for name, by_task in ranks.items()
+        if task in by_task
+    ]
+    return ["task", "models", *formats], rows
 
 
 def scale_table(entries: Sequence[LabEntry]) -> Table:

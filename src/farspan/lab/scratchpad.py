@@ -29,7 +29,7 @@ class Machine:
     done: Callable[[Tokens, Tokens], bool]  # remaining, variables -> is the answer known?
     take: Callable[[Tokens, Tokens], Tokens]  # remaining, variables -> input of the step
     compute: Callable[[Tokens, Tokens], Tokens]  # input, variables -> computation
-    conclude: Callable[[Tokens], Tokens]  # computation -> output
+    conclude: Callable[[Tokens, Tokens], Tokens]  # computation, remaining -> output
     update: Callable[[Tokens, Tokens, Tokens], Tokens]  # variables, computation, output -> updated
     rest: Callable[[Tokens, Tokens, Tokens], Tokens]  # remaining, input, output -> remaining
     parts: str = "icovr"  # the parts that its steps have
@@ -55,6 +55,22 @@ def parse_parts(text: str, task: str) -> str:
             f"choose from {machine.parts}, or full"
         )
     return letters
+
+
+def task_format(text: str, task: str) -> str:
+    """The setting of a study as one of its tasks writes it: without the parts that the task lacks.
+
+    >>> task_format("icovr", "sorting")
+    'icor'
+    """
+    if text in ("none", "full"):
+        parse_parts(text, task)
+        return text
+    letters, parts = _letters(text), _machine(task).parts
+    shared = "".join(letter for letter in letters if letter in parts)
+    if not shared:
+        parse_parts(text, task)  # raises an error
+    return text if shared == letters else shared
 
 
 def _letters(text: str) -> str:
@@ -92,7 +108,7 @@ def steps(task: str, question: str) -> Iterator[Step]:
     while not machine.done(remaining, variables):
         taken = machine.take(remaining, variables)
         computation = machine.compute(taken, variables)
-        output = machine.conclude(computation)
+        output = machine.conclude(computation, remaining)
         variables = machine.update(variables, computation, output)
         remaining = machine.rest(remaining, taken, output)
         yield {"i": taken, "c": computation, "o": output, "v": variables, "r": remaining}
@@ -166,7 +182,7 @@ ADDITION = Machine(
     done=lambda remaining, variables: remaining == ("+",),
     take=_last_digits,
     compute=_add_digits,
-    conclude=lambda computation: computation[-1:],
+    conclude=lambda computation, remaining: computation[-1:],
     update=lambda variables, computation, output: (
         "carry",
         "=",
@@ -187,7 +203,7 @@ SUMMATION = Machine(
         *("(", *_after(variables, "="), "+", *taken, ")", "%", "10", "="),
         *_digits((_number(_after(variables, "=")) + _number(taken)) % 10),
     ),
-    conclude=lambda computation: _after(computation, "="),
+    conclude=lambda computation, remaining: _after(computation, "="),
     update=lambda variables, computation, output: ("sum", "=", *output),
     rest=lambda remaining, taken, output: remaining[2:],
     words=("sum", "="),
@@ -204,7 +220,7 @@ PARITY = Machine(
         *(variables[-1], "+", *taken, "="),
         "even" if (variables[-1] == "even") == (taken == ("0",)) else "odd",
     ),
-    conclude=lambda computation: computation[-1:],
+    conclude=lambda computation, remaining: computation[-1:],
     update=lambda variables, computation, output: ("parity", "=", *output),
     rest=lambda remaining, taken, output: remaining[1:],
     words=("parity", "=", "+", "odd"),
@@ -234,14 +250,15 @@ POLYNOMIAL = Machine(
     done=lambda remaining, variables: not remaining,
     take=lambda remaining, variables: remaining[:5],
     compute=_evaluate_term,
-    conclude=lambda computation: _after(computation, "="),
+    conclude=lambda computation, remaining: _after(computation, "="),
     update=_add_term,
     rest=lambda remaining, taken, output: remaining[5:],
     words=("*", "sum", ","),
 )
 
 
-# Sorting: each step outputs the minimum of what remains, by running minima; there are no variables.
+# Sorting by selection: each step outputs the minimum of what remains and puts the first item in its
+# place. A step's input is that first item; its computation only says what is computed.
 
 
 def _sort_key(item: Tokens) -> tuple[int, Tokens]:
@@ -253,25 +270,21 @@ def _sorting(mark: str) -> Machine:
     def items(words: Tokens) -> list[Tokens]:
         return _split(words, mark) if mark else [(word,) for word in words]
 
-    def running_minima(taken: Tokens, variables: Tokens) -> Tokens:
-        values = items(taken)
-        minima = [min(values[: number + 1], key=_sort_key) for number in range(len(values))]
-        return _join(minima, mark)
-
     def without_output(remaining: Tokens, taken: Tokens, output: Tokens) -> Tokens:
         values = items(remaining)
-        values.remove(output)
-        return _join(values, mark)
+        values[values.index(output)] = taken
+        return _join(values[1:], mark)
 
     return Machine(
         begin=lambda question: (question[1:-1], ()),
         done=lambda remaining, variables: not remaining,
-        take=lambda remaining, variables: remaining,
-        compute=running_minima,
-        conclude=lambda computation: items(computation)[-1],
+        take=lambda remaining, variables: items(remaining)[0],
+        compute=lambda taken, variables: ("minimum",),
+        conclude=lambda computation, remaining: min(items(remaining), key=_sort_key),
         update=lambda variables, computation, output: (),
         rest=without_output,
         parts="icor",
+        words=("minimum",),
     )
 
 
@@ -302,7 +315,7 @@ LEGO = Machine(
     done=lambda remaining, variables: len(variables) > 1 and variables[0] == variables[1],
     take=_next_clause,
     compute=_resolve,
-    conclude=lambda computation: (computation[0], *computation[-3:]),
+    conclude=lambda computation, remaining: (computation[0], *computation[-3:]),
     update=lambda variables, computation, output: (variables[0], output[0], output[2]),
     rest=_without_clause,
     parts="icor",

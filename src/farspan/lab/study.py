@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
 
@@ -31,7 +32,7 @@ from farspan.lab.custom_tasks import (
 )
 from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
 from farspan.lab.fleet_training import FleetPlan
-from farspan.lab.scratchpad import parse_parts
+from farspan.lab.scratchpad import parse_parts, task_format
 from farspan.lab.tasks import (
     TASKS,
     Example,
@@ -39,6 +40,7 @@ from farspan.lab.tasks import (
     Range,
     draw_examples,
     find_task,
+    length_weights,
     make_splits,
     no_examples,
 )
@@ -65,7 +67,7 @@ ENCODINGS: dict[str, tuple[str, float]] = {
 }
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
-RESULT_FORMAT = 4  # version of a cell's result
+RESULT_FORMAT = 5  # version of a cell's result
 MAX_WORDS = 2**15  # token ids are 16-bit integers
 # Encodings whose parameters or tables depend on the lengths of their task.
 BY_LENGTH = ("learned", "fire", "randomized")
@@ -121,6 +123,7 @@ class LabStudy:
     train_examples: int = 100_000
     test_examples: int = 2_000  # in range, and as many beyond
     data_seed: int = 0
+    even_lengths: bool = True  # or as frequent as in the released data of Kazemnejad 2023
     # By task, where it differs from the task's own range; as 2:20.
     train_lengths: dict[str, str] = field(default_factory=dict)
     test_lengths: dict[str, str] = field(default_factory=dict)
@@ -186,9 +189,12 @@ class LabStudy:
                 _try_encoding(encoding, reference, shape, version)
 
     def _check_tasks(self) -> None:
-        for task, scratchpad in itertools.product(self.tasks, self.scratchpads):
+        for task in self.tasks:
             self.task(task)
-            parse_parts(scratchpad, task)
+            self.formats(task)
+        for scratchpad in self.scratchpads:
+            if all(task_format(scratchpad, task) != scratchpad for task in self.tasks):
+                parse_parts(scratchpad, self.tasks[0])  # raises an error
         if len(self.tokenizer) > MAX_WORDS:
             raise FarspanError(
                 f"the tasks have {len(self.tokenizer):,} different words; use at most {MAX_WORDS:,}"
@@ -203,6 +209,7 @@ class LabStudy:
             for low, high in self.ranges(name):
                 if not any(map(self.task(name).count, range(low, high + 1))):
                     raise FarspanError(no_examples(self.task(name), (low, high)))
+                length_weights(self.task(name), range(low, high + 1), self.even_lengths)
 
     def task(self, name: str) -> LabTask:
         """The task of that name, built-in or the recipe's own."""
@@ -225,6 +232,14 @@ class LabStudy:
         """One vocabulary for all tasks of the study: words of its own tasks come last."""
         own = [self.task(name) for name in self.tasks if name in self.custom_tasks]
         return WordTokenizer(word for task in own for word in task.vocabulary)
+
+    def formats(self, task: str) -> list[str]:
+        """The scratchpads of a task, each once, without the parts that the task lacks."""
+        formats: dict[str, str] = {}
+        for scratchpad in self.scratchpads:
+            name = task_format(scratchpad, task)
+            formats.setdefault(parse_parts(name, task), name)
+        return list(formats.values())
 
     def ranges(self, task: str) -> tuple[Range, Range]:
         """The lengths that a task is trained on and tested on."""
@@ -265,9 +280,8 @@ def list_cells(study: LabStudy) -> list[LabCell]:
             lr * study.sizes[size].rate * study.rates.get(task, 1.0),
             seed,
         )
-        for size, encoding, task, scratchpad, lr, seed in itertools.product(
-            study.sizes, study.encodings, study.tasks, study.scratchpads, study.lrs, study.seeds
-        )
+        for size, encoding, task in itertools.product(study.sizes, study.encodings, study.tasks)
+        for scratchpad, lr, seed in itertools.product(study.formats(task), study.lrs, study.seeds)
     ]
 
 
@@ -294,6 +308,7 @@ def describe_cell(study: LabStudy, cell: LabCell) -> dict[str, Any]:
         "plan": asdict(fleet_plan(study, cell)),
         "train_lengths": train,
         "test_lengths": test,
+        "even_lengths": study.even_lengths,
         "examples": [study.train_examples, study.test_examples, study.data_seed],
         "scales": study.scales,
         "words": _vocabulary_hash(study.tokenizer.vocabulary),
@@ -340,10 +355,17 @@ def make_task_data(
         splits = task.take(train, test, *counts)
     else:
         splits = make_splits(
-            task, *counts, study.data_seed, train=train, test=test, scratchpad=scratchpad
+            task,
+            *counts,
+            study.data_seed,
+            train=train,
+            test=test,
+            scratchpad=scratchpad,
+            even_lengths=study.even_lengths,
         )
     if not splits.train:
         raise FarspanError(no_examples(task, train))
+    weights = length_weights(task, {e.length for e in splits.train}, study.even_lengths)
     if len(splits.held_out) < 2:
         raise FarspanError(
             f"{name} has too few examples of {train[0]} to {train[1]} {task.length_unit} to hold "
@@ -355,7 +377,7 @@ def make_task_data(
             "or held out, so none is left to test; test on longer ones"
         )
     return TaskData(
-        encode_examples(balance_lengths(splits.train), tokenizer),
+        encode_examples(balance_lengths(splits.train, weights), tokenizer),
         encode_examples(splits.held_out, tokenizer),
         encode_examples(splits.beyond, tokenizer),
         np.array([example.length for example in splits.held_out]),
@@ -363,8 +385,8 @@ def make_task_data(
     )
 
 
-def balance_lengths(examples: Sequence[Example]) -> list[Example]:
-    """Repeat examples so that every length occurs equally often.
+def balance_lengths(examples: Sequence[Example], weights: Mapping[int, int]) -> list[Example]:
+    """Repeat examples so that every length occurs as often as its weight asks.
 
     There are few short examples, and models learn the long ones through them: models that saw sums
     of two digits once in a thousand examples never learned to add eight digits.
@@ -372,11 +394,11 @@ def balance_lengths(examples: Sequence[Example]) -> list[Example]:
     groups = defaultdict(list)
     for example in examples:
         groups[example.length].append(example)
-    most = max(map(len, groups.values()))
+    most = max(Fraction(len(group), weights[length]) for length, group in groups.items())
     return [
         example
-        for group in groups.values()
-        for example in itertools.islice(itertools.cycle(group), most)
+        for length, group in groups.items()
+        for example in itertools.islice(itertools.cycle(group), math.floor(most * weights[length]))
     ]
 
 

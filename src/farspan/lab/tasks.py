@@ -46,10 +46,26 @@ class LabTask:
     count: Callable[[int], float]  # the number of distinct examples of a length; 0: none
     vocabulary: tuple[str, ...]  # every word that occurs in an input or a target
     length_unit: str  # what its length counts
+    group: str = ""  # of GROUPS; "": in no group of Kazemnejad 2023
+    origin: str = "own"  # of ORIGINS
+    frequency: Callable[[int], int] = lambda length: 1  # of each length in the released data
 
+
+GROUPS = {  # the groups of tasks that Kazemnejad 2023 ranks encodings in
+    "primitive": "copying and reversing",
+    "reasoning": "mathematics and reasoning",
+    "classical": "classical length generalization",
+}
+ORIGINS = {
+    "released": "as the released code of Kazemnejad 2023 makes it",
+    "reconstructed": "by its description and released examples",
+    "own": "without a counterpart in Kazemnejad 2023",
+}
 
 DIGITS = tuple("0123456789")
-SYMBOLS = tuple(f"w{number:02d}" for number in range(1, 51))  # in sorting order
+LIST_SYMBOLS = tuple(f"w{number:02d}" for number in range(1, 101))
+SORT_SYMBOLS = LIST_SYMBOLS[:50]  # in sorting order
+NEXT = "<next>"  # between two lists
 ANSWER = ("The", "answer", "is", ".")
 
 
@@ -66,8 +82,10 @@ def digits(number: int) -> str:
 # Copying and reversing a list. Length: symbols, or numbers.
 
 
-def _symbols(length: int, rng: np.random.Generator) -> list[str]:
-    return [SYMBOLS[index] for index in rng.integers(len(SYMBOLS), size=length)]
+def _symbols(
+    length: int, rng: np.random.Generator, symbols: Sequence[str] = LIST_SYMBOLS
+) -> list[str]:
+    return [symbols[index] for index in rng.integers(len(symbols), size=length)]
 
 
 def _copy(length: int, rng: np.random.Generator) -> Example:
@@ -75,29 +93,50 @@ def _copy(length: int, rng: np.random.Generator) -> Example:
     return Example(f"Copy {' '.join(words)} .", " ".join(words), length)
 
 
-def _copy_repeat(length: int, rng: np.random.Generator) -> Example:
+def _copy_repeat(length: int, rng: np.random.Generator, times: int) -> Example:
     """One symbol repeated: positions are indistinguishable by content, so the model must count."""
     words = _symbols(1, rng) * length
-    return Example(f"Copy {' '.join(words)} .", " ".join(words), length)
+    return Example(f"Copy {' '.join(words)} .", " ".join(words * times), length)
 
 
 def _copy_replace(length: int, rng: np.random.Generator) -> Example:
+    """One symbol repeated, replaced by another one that the question names."""
+    before, after = (LIST_SYMBOLS[index] for index in rng.permutation(len(LIST_SYMBOLS))[:2])
+    words = " ".join([before] * length)
+    return Example(
+        f"Replace {before} with {after} in {words} .", " ".join([after] * length), length
+    )
+
+
+def _copy_next(length: int, rng: np.random.Generator) -> Example:
     """Each symbol becomes the next in the alphabet; the last becomes the first."""
     words = _symbols(length, rng)
-    partners = dict(zip(SYMBOLS, SYMBOLS[1:] + SYMBOLS[:1], strict=True))
+    following = dict(zip(LIST_SYMBOLS, LIST_SYMBOLS[1:] + LIST_SYMBOLS[:1], strict=True))
     return Example(
-        f"Replace {' '.join(words)} .", " ".join(partners[word] for word in words), length
+        f"Replace {' '.join(words)} .", " ".join(following[word] for word in words), length
     )
 
 
 def _copy_double(length: int, rng: np.random.Generator) -> Example:
     words = _symbols(length, rng)
-    return Example(f"Double {' '.join(words)} .", " ".join(words + words), length)
+    return Example(f"Double {' '.join(words)} .", " ".join([*words, NEXT, *words]), length)
 
 
 def _reverse(length: int, rng: np.random.Generator) -> Example:
     words = _symbols(length, rng)
     return Example(f"Reverse {' '.join(words)} .", " ".join(words[::-1]), length)
+
+
+def _reverse_double(length: int, rng: np.random.Generator) -> Example:
+    words = _symbols(length, rng)
+    target = " ".join([*words[::-1], NEXT, *words[::-1]])
+    return Example(f"Reverse {' '.join(words)} .", target, length)
+
+
+def _reverse_copy(length: int, rng: np.random.Generator) -> Example:
+    """Reversed, then copied."""
+    words = _symbols(length, rng)
+    return Example(f"Reverse {' '.join(words)} .", " ".join([*words[::-1], NEXT, *words]), length)
 
 
 REVERSE_RANGE = range(10, 100)
@@ -123,9 +162,10 @@ def _reverse_numbers(length: int, rng: np.random.Generator) -> Example:
 
 
 def _addition(length: int, rng: np.random.Generator) -> Example:
-    """One operand has `length` digits, the other as many or fewer, in random order."""
-    pair = _number(length, rng), _number(int(rng.integers(1, length + 1)), rng)
-    first, second = pair if rng.integers(2) else pair[::-1]
+    """One operand has `length` digits, the other as many or fewer; all pairs of sizes as often."""
+    pair = int(rng.integers(2 * length - 1))
+    sizes = (length, pair + 1) if pair < length else (2 * length - 1 - pair, length)
+    first, second = (_number(size, rng) for size in sizes)
     return Example(
         f"Compute {digits(first)} + {digits(second)} ?", answer([digits(first + second)]), length
     )
@@ -183,7 +223,7 @@ def _parity(length: int, rng: np.random.Generator) -> Example:
 
 
 def _sorting(length: int, rng: np.random.Generator) -> Example:
-    words = _symbols(length, rng)
+    words = _symbols(length, rng, SORT_SYMBOLS)
     return Example(f"Sort {' '.join(words)} ?", answer(sorted(words)), length)
 
 
@@ -196,7 +236,10 @@ def _sorting_numbers(length: int, rng: np.random.Generator) -> Example:
 
 
 def _lego(length: int, rng: np.random.Generator, shuffled: bool) -> Example:
-    """Asks for a variable in the second half of the chain, whose value needs several steps."""
+    """Asks for a variable in the second half of the chain, whose value needs several steps.
+
+    The middle of an odd chain counts as its first half, so there is no chain of one clause.
+    """
     if length > len(ascii_lowercase):
         raise FarspanError(
             f"lego has one letter per clause, so {length} clauses are too many; choose at most 26"
@@ -207,7 +250,7 @@ def _lego(length: int, rng: np.random.Generator, shuffled: bool) -> Example:
         f"{name} = {'+' if sign > 0 else '-'} {before}"
         for name, sign, before in zip(names, signs, ("1", *names), strict=False)
     ]
-    target = int(rng.integers(length // 2, length))
+    target = int(rng.integers((length + 1) // 2, length))
     value = int(signs[: target + 1].prod())
     order = rng.permutation(length) if shuffled else range(length)
     chain = " , ".join(clauses[index] for index in order)
@@ -219,7 +262,7 @@ def _count_legos(length: int, shuffled: bool) -> int:
     """The number of chains: letters, signs, possible targets, and orders of the clauses."""
     if length > len(ascii_lowercase):
         return 0
-    chains = math.perm(len(ascii_lowercase), length) * 2**length * (length - length // 2)
+    chains = math.perm(len(ascii_lowercase), length) * 2**length * (length // 2)
     return chains * math.factorial(length) if shuffled else chains
 
 
@@ -264,7 +307,9 @@ def _powers(base: int) -> Callable[[int], float]:
 
 _LIST_LENGTHS: tuple[Range, Range] = (2, 20), (21, 40)
 _SHORT_LENGTHS: tuple[Range, Range] = (1, 8), (9, 16)
-_COUNT_LISTS = _powers(len(SYMBOLS))
+_COUNT_LISTS = _powers(len(LIST_SYMBOLS))
+_COPY_WORDS = ("Copy", *LIST_SYMBOLS, ".")
+_REVERSE_WORDS = ("Reverse", *LIST_SYMBOLS, ".")
 _ADDITION_WORDS = ("Compute", "+", "?", *DIGITS, *ANSWER)
 _POLYNOMIAL_WORDS = (
     *("Evaluate", "x", "=", "in", "(", ")", "+", "-", "**", "%", "10", "?"),
@@ -282,36 +327,129 @@ _LEGO_WORDS = (
     *ANSWER,
 )
 
+_REASONING = ("reasoning", "released")
+
 TASKS: dict[str, LabTask] = {
     task.name: task
     for task in (
-        LabTask("copy", *_LIST_LENGTHS, _copy, _COUNT_LISTS, ("Copy", *SYMBOLS, "."), "symbols"),
-        LabTask(
-            "copy-repeat",
-            *_LIST_LENGTHS,
-            _copy_repeat,
-            lambda _: len(SYMBOLS),
-            ("Copy", *SYMBOLS, "."),
-            "symbols",
+        *(
+            LabTask(name, *_LIST_LENGTHS, make, count, words, "symbols", "primitive", "released")
+            for name, make, count, words in (
+                ("copy", _copy, _COUNT_LISTS, _COPY_WORDS),
+                (
+                    "copy-repeat",
+                    partial(_copy_repeat, times=1),
+                    lambda _: len(LIST_SYMBOLS),
+                    _COPY_WORDS,
+                ),
+                (
+                    "copy-repeat-double",
+                    partial(_copy_repeat, times=2),
+                    lambda _: len(LIST_SYMBOLS),
+                    _COPY_WORDS,
+                ),
+                (
+                    "copy-replace",
+                    _copy_replace,
+                    lambda _: math.perm(len(LIST_SYMBOLS), 2),
+                    ("Replace", "with", "in", *LIST_SYMBOLS, "."),
+                ),
+                ("copy-double", _copy_double, _COUNT_LISTS, ("Double", *LIST_SYMBOLS, NEXT, ".")),
+                ("reverse", _reverse, _COUNT_LISTS, _REVERSE_WORDS),
+                ("reverse-double", _reverse_double, _COUNT_LISTS, (*_REVERSE_WORDS, NEXT)),
+                ("reverse-copy", _reverse_copy, _COUNT_LISTS, (*_REVERSE_WORDS, NEXT)),
+            )
         ),
         LabTask(
-            "copy-replace",
+            "addition",
+            *_SHORT_LENGTHS,
+            _addition,
+            _count_additions,
+            _ADDITION_WORDS,
+            "digits of the longer operand",
+            *_REASONING,
+            lambda length: 2 * length - 1,  # every pair of operand lengths is equally frequent
+        ),
+        LabTask(
+            "polynomial",
+            *_SHORT_LENGTHS,
+            _polynomial,
+            lambda length: 5 * 28**length,
+            _POLYNOMIAL_WORDS,
+            "terms",
+            *_REASONING,
+        ),
+        LabTask(
+            "sorting",
+            *_SHORT_LENGTHS,
+            _sorting,
+            _powers(len(SORT_SYMBOLS)),
+            ("Sort", *SORT_SYMBOLS, "?", *ANSWER),
+            "symbols",
+            *_REASONING,
+        ),
+        LabTask(
+            "sorting-numbers",
+            *_SHORT_LENGTHS,
+            _sorting_numbers,
+            _powers(len(SORT_RANGE)),
+            ("Sort", *DIGITS, ",", "?", *ANSWER),
+            "numbers",
+            *_REASONING,
+        ),
+        LabTask(
+            "summation",
+            *_SHORT_LENGTHS,
+            _summation,
+            _powers(9),
+            _SUMMATION_WORDS,
+            "digits",
+            *_REASONING,
+        ),
+        LabTask("parity", *_SHORT_LENGTHS, _parity, _powers(2), _PARITY_WORDS, "bits", *_REASONING),
+        *(
+            LabTask(
+                name,
+                *_SHORT_LENGTHS,
+                partial(_lego, shuffled=shuffled),
+                partial(_count_legos, shuffled=shuffled),
+                _LEGO_WORDS,
+                "clauses",
+                *_REASONING,
+            )
+            for name, shuffled in (("lego", True), ("lego-ordered", False))
+        ),
+        LabTask(
+            "scan",
+            (1, 25),
+            (26, 48),
+            _scan,
+            _count_scan,
+            scan.VOCABULARY,
+            "actions",
+            "classical",
+            "released",
+            _count_scan,
+        ),
+        LabTask(
+            "pcfg",
+            (1, 8),
+            (9, 35),
+            _pcfg,
+            _count_pcfg,
+            pcfg.VOCABULARY,
+            "functions",
+            "classical",
+            "reconstructed",
+            lambda length: pcfg.RELEASED.get(length, 0),
+        ),
+        LabTask(
+            "copy-next",
             *_LIST_LENGTHS,
-            _copy_replace,
+            _copy_next,
             _COUNT_LISTS,
-            ("Replace", *SYMBOLS, "."),
+            ("Replace", *LIST_SYMBOLS, "."),
             "symbols",
-        ),
-        LabTask(
-            "copy-double",
-            *_LIST_LENGTHS,
-            _copy_double,
-            _COUNT_LISTS,
-            ("Double", *SYMBOLS, "."),
-            "symbols",
-        ),
-        LabTask(
-            "reverse", *_LIST_LENGTHS, _reverse, _COUNT_LISTS, ("Reverse", *SYMBOLS, "."), "symbols"
         ),
         LabTask(
             "reverse-numbers",
@@ -321,58 +459,6 @@ TASKS: dict[str, LabTask] = {
             ("Reverse", *DIGITS, ",", "."),
             "numbers",
         ),
-        LabTask(
-            "addition",
-            *_SHORT_LENGTHS,
-            _addition,
-            _count_additions,
-            _ADDITION_WORDS,
-            "digits of the longer operand",
-        ),
-        LabTask(
-            "polynomial",
-            *_SHORT_LENGTHS,
-            _polynomial,
-            lambda length: 5 * 28**length,
-            _POLYNOMIAL_WORDS,
-            "terms",
-        ),
-        LabTask(
-            "sorting",
-            *_SHORT_LENGTHS,
-            _sorting,
-            _COUNT_LISTS,
-            ("Sort", *SYMBOLS, "?", *ANSWER),
-            "symbols",
-        ),
-        LabTask(
-            "sorting-numbers",
-            *_SHORT_LENGTHS,
-            _sorting_numbers,
-            _powers(len(SORT_RANGE)),
-            ("Sort", *DIGITS, ",", "?", *ANSWER),
-            "numbers",
-        ),
-        LabTask("summation", *_SHORT_LENGTHS, _summation, _powers(9), _SUMMATION_WORDS, "digits"),
-        LabTask("parity", *_SHORT_LENGTHS, _parity, _powers(2), _PARITY_WORDS, "bits"),
-        LabTask(
-            "lego",
-            *_SHORT_LENGTHS,
-            partial(_lego, shuffled=True),
-            partial(_count_legos, shuffled=True),
-            _LEGO_WORDS,
-            "clauses",
-        ),
-        LabTask(
-            "lego-ordered",
-            *_SHORT_LENGTHS,
-            partial(_lego, shuffled=False),
-            partial(_count_legos, shuffled=False),
-            _LEGO_WORDS,
-            "clauses",
-        ),
-        LabTask("scan", (1, 25), (26, 48), _scan, _count_scan, scan.VOCABULARY, "actions"),
-        LabTask("pcfg", (1, 8), (9, 35), _pcfg, _count_pcfg, pcfg.VOCABULARY, "functions"),
     )
 }
 
@@ -403,9 +489,11 @@ def draw_examples(
     *,
     scratchpad: str | None = None,
     exclude: Iterable[Example] = (),
+    even_lengths: bool = True,
 ) -> list[Example]:
     """n distinct examples in random order, equally many of each length as far as they exist.
 
+    With even_lengths=False, lengths are as frequent as in the released data of Kazemnejad 2023.
     The result depends on the arguments only. If fewer distinct examples exist, all of them are
     returned, with a warning. `scratchpad` is a setting such as "icovr", "input+output" or "full":
     then targets begin with the steps. Examples in `exclude` are not drawn.
@@ -417,7 +505,21 @@ def draw_examples(
     available = {
         length: task.count(length) - taken[length] for length in _existing_lengths(task, lengths)
     }
-    return _draw(task, available, n, seed, scratchpad, excluded)
+    weights = length_weights(task, available, even_lengths)
+    return _draw(task, available, weights, n, seed, scratchpad, excluded)
+
+
+def length_weights(task: LabTask, lengths: Iterable[int], even: bool) -> dict[int, int]:
+    """How often each length is drawn, relative to the others."""
+    if even:
+        return dict.fromkeys(lengths, 1)
+    weights = {length: task.frequency(length) for length in lengths}
+    if not any(weights.values()):
+        raise FarspanError(
+            f"the released data of {task.name} have no example of {min(weights)} to "
+            f"{max(weights)} {task.length_unit}; set even_lengths to true, or choose other lengths"
+        )
+    return weights
 
 
 def make_splits(
@@ -429,6 +531,7 @@ def make_splits(
     train: Range | None = None,
     test: Range | None = None,
     scratchpad: str | None = None,
+    even_lengths: bool = True,
 ) -> Splits:
     """`train_n` examples to train on, `test_n` others of the same lengths, and `test_n` longer.
 
@@ -448,10 +551,25 @@ def make_splits(
         length: min(task.count(length), 10**15) * HELD_OUT
         for length in _existing_lengths(task, train)
     }
-    held_out = _draw(task, holdable, test_n, seed, scratchpad, {})
-    trained = draw_examples(task, train, train_n, seed, scratchpad=scratchpad, exclude=held_out)
+    weights = length_weights(task, holdable, even_lengths)
+    held_out = _draw(task, holdable, weights, test_n, seed, scratchpad, {})
+    trained = draw_examples(
+        task,
+        train,
+        train_n,
+        seed,
+        scratchpad=scratchpad,
+        exclude=held_out,
+        even_lengths=even_lengths,
+    )
     beyond = draw_examples(
-        task, test, test_n, seed, scratchpad=scratchpad, exclude=[*held_out, *trained]
+        task,
+        test,
+        test_n,
+        seed,
+        scratchpad=scratchpad,
+        exclude=[*held_out, *trained],
+        even_lengths=even_lengths,
     )
     return Splits(trained, held_out, beyond)
 
@@ -481,12 +599,13 @@ def no_examples(task: LabTask, lengths: Range) -> str:
 def _draw(
     task: LabTask,
     available: Mapping[int, float],
+    weights: Mapping[int, int],
     n: int,
     seed: int,
     scratchpad: str | None,
     excluded: Collection[str],
 ) -> list[Example]:
-    """n distinct examples, balanced over the lengths, at most as many as each has available."""
+    """n distinct examples, by the weights of lengths, at most as many as each has available."""
     if n < 1 or seed < 0:
         raise FarspanError(
             f"{n} examples by seed {seed} cannot be drawn; choose at least 1 example and a seed "
@@ -494,7 +613,7 @@ def _draw(
         )
     parts = "" if scratchpad is None else parse_parts(scratchpad, task.name)
     drawn: list[Example] = []
-    for length, quota in _balance(n, available).items():
+    for length, quota in _balance(n, available, weights).items():
         rng = np.random.default_rng((seed, zlib.crc32(task.name.encode()), length))
         drawn += _draw_distinct(task, length, quota, rng, excluded)
     if len(drawn) < n:
@@ -514,16 +633,14 @@ def _draw(
     return [drawn[index] for index in order]
 
 
-def _balance(n: int, available: Mapping[int, float]) -> dict[int, int]:
-    """Distribute n evenly over lengths; what one length lacks goes to the others."""
-    quotas = {}
-    for left, (length, size) in zip(
-        range(len(available), 0, -1),
-        sorted(available.items(), key=lambda item: item[1]),
-        strict=True,
-    ):
-        quotas[length] = int(min(size, -(-n // left)))
+def _balance(n: int, available: Mapping[int, float], weights: Mapping[int, int]) -> dict[int, int]:
+    """Distribute n over lengths by their weights; what one length lacks goes to the others."""
+    drawn = [length for length in available if weights[length]]
+    quotas, left = {}, sum(weights[length] for length in drawn)
+    for length in sorted(drawn, key=lambda length: min(available[length], n) / weights[length]):
+        quotas[length] = int(min(available[length], -(-n * weights[length] // left)))
         n -= quotas[length]
+        left -= weights[length]
     return dict(sorted(quotas.items()))
 
 

@@ -127,6 +127,30 @@ def attention_heads(comparison: AttentionComparison) -> Figure:
     return figure
 
 
+def attended_distance(comparison: AttentionComparison) -> Figure:
+    """How far back the most attended token is, relative to the tokens before, by model.
+
+    The fractions are averaged over layers and heads. (Kazemnejad 2023, Figure 5)
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for number, (name, fractions) in enumerate(
+            zip(comparison.models, comparison.attended, strict=True)
+        ):
+            mean = fractions.mean((0, 1))
+            edges = np.linspace(0, 1, len(mean) + 1)
+            line: dict[str, Any] = {
+                "color": COLORS[number % len(COLORS)],
+                "ls": ("-", "--", "-.")[number % 3],
+            }
+            axes.stairs(mean, edges, lw=1.6, label=name, **line)
+        axes.set_xlabel("distance of the most attended token / tokens up to the query", fontsize=9)
+        axes.set_ylabel("fraction of queries", fontsize=9)
+        axes.legend(fontsize=8)
+    return figure
+
+
 def _draw_heads(axes: Axes, mass: np.ndarray, importance: np.ndarray) -> None:
     """The attention mass [heads, distances] of one layer, the most important head on top."""
     for head in np.argsort(importance):

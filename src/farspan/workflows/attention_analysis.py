@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from farspan.diagnosis.curves import check_losses
 from farspan.errors import FarspanError
 from farspan.files import check_absent, new_folder
 from farspan.lab.distance import (
+    MINIMA,
     RULES,
     AttentionComparison,
     ablation,
+    attended_distance,
     distances,
     mass_by_distance,
 )
@@ -49,44 +51,51 @@ def compare_attention(
     *,
     task: str | None = None,
     lengths: str = "",
+    scratchpad: str | None = None,
     length: int | None = None,
     windows: int = 4,
     rule: str = "jsd",
+    minimum: str = "sample",
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> AttentionComparison:
     """Compare the attention of models on text, or on examples of a lab task.
 
-    Measures the attention distance between every two models, the attention mass by distance, and
-    how much the loss rises without each head.
+    Measures the attention distance between every two models, the attention mass by distance, how
+    far back the most attended token is, and how much the loss rises without each head.
 
     data: default: python-docs.
     length: of a window of text, in tokens; default: 512.
-    task: for models of the lab: read examples of this task, of these `lengths`, instead of text;
-        RECIPE.toml:TASK for a task of a recipe's own.
+    task: for models of the lab: read examples of this task, of these `lengths` and with this
+        `scratchpad`, instead of text; RECIPE.toml:TASK for a task of a recipe's own.
+    minimum: the nearest heads: "sample", of each window or example, or "mean", of all together.
     """
-    _check_options(rule, task, lengths, data, length)
+    _check_options(rule, minimum, task, lengths, scratchpad, data, length)
     if out is not None:
         check_absent(out)
     device, data, length = resolve_device(device), data or "python-docs", length or 512
     source: dict[str, Any]
     if task is not None:
-        source = {"task": task, "lengths": lengths}
+        source = {"task": task, "lengths": lengths, "scratchpad": scratchpad or "none"}
         lab_task, words = resolve_task(task, trust_remote_code)
-        batches = _example_batches(lab_task, words, lengths, windows)
+        batches, starts = _example_batches(lab_task, words, lengths, windows, scratchpad)
         loaded = _load_lab_models(models, device, words, trust_remote_code)
     else:
         source = {"data": data, "length": length}
         loaded, tokenizer = _load_with_shared_tokenizer(models, device, trust_remote_code)
         batches = list(cut_windows(read_documents(data), tokenizer, length, windows).ids.split(1))
-    comparison = _compare_models(loaded, model_names(models), batches, rule, progress)
+        starts = None
+    advance = progress("compare", 3 * len(models) + 1)
+    names = model_names(models)
+    comparison = _compare_models(loaded, names, batches, starts, rule, minimum, advance)
     if out is not None:
         settings = {
             "models": list(models),
             **source,
             "windows": windows,
             "rule": rule,
+            "minimum": minimum,
             "device": device,
         }
         _write_comparison(comparison, out, settings)
@@ -94,13 +103,25 @@ def compare_attention(
 
 
 def _check_options(
-    rule: str, task: str | None, lengths: str, data: str | None, length: int | None
+    rule: str,
+    minimum: str,
+    task: str | None,
+    lengths: str,
+    scratchpad: str | None,
+    data: str | None,
+    length: int | None,
 ) -> None:
     if rule not in RULES:
         raise FarspanError(f"rule {rule!r} is unknown; choose {' or '.join(RULES)}")
+    if minimum not in MINIMA:
+        raise FarspanError(f"minimum {minimum!r} is unknown; choose {' or '.join(MINIMA)}")
     if task is None and lengths:
         raise FarspanError(
             f"--lengths {lengths} applies to examples of a task; add --task, or use --length"
+        )
+    if task is None and scratchpad is not None:
+        raise FarspanError(
+            f"--scratchpad {scratchpad} applies to examples of a task; add --task, or remove it"
         )
     for option, value in (("--data", data), ("--length", length)):
         if task is not None and value is not None:
@@ -111,12 +132,15 @@ def _check_options(
 
 
 def _example_batches(
-    task: LabTask, tokenizer: WordTokenizer, lengths: str, count: int
-) -> list[Tensor]:
-    """Examples of a task, in batches of rows of equal length."""
+    task: LabTask, tokenizer: WordTokenizer, lengths: str, count: int, scratchpad: str | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Examples of a task, in batches of rows of equal length, and where their answers begin."""
     length_range = parse_length_range(lengths) if lengths else task.train
-    rows = encode_examples(draw_examples(task, length_range, count, 0), tokenizer)
-    return [rows.ids[rows.stop == stop, :stop].long() for stop in rows.stop.unique().tolist()]
+    examples = draw_examples(task, length_range, count, 0, scratchpad=scratchpad)
+    rows = encode_examples(examples, tokenizer)
+    stops = rows.stop.unique().tolist()
+    batches = [rows.ids[rows.stop == stop, :stop].long() for stop in stops]
+    return batches, [rows.start[rows.stop == stop] for stop in stops]
 
 
 def _load_lab_models(
@@ -157,22 +181,25 @@ def _compare_models(
     models: Sequence[PreTrainedModel],
     names: list[str],
     batches: Sequence[Tensor],
+    starts: Sequence[Tensor] | None,
     rule: str,
-    progress: Progress,
+    minimum: str,
+    advance: Callable[[], None],
 ) -> AttentionComparison:
     for model, name in zip(models, names, strict=True):
         _check_finite(model, batches, name)
-    advance = progress("compare", 2 * len(models) + 1)
-    pairs = distances(models, batches, rule=rule) if len(models) > 1 else {}
+    pairs = distances(models, batches, rule=rule, minimum=minimum) if len(models) > 1 else {}
     advance()
-    mass, ablations = [], []
+    mass, attended, ablations = [], [], []
     for model in models:
         mass.append(mass_by_distance(model, batches))
+        advance()
+        attended.append(attended_distance(model, batches, starts))
         advance()
         ablations.append(ablation(model, batches))
         advance()
     tokens = sum(ids.numel() for ids in batches)
-    return AttentionComparison(names, tokens, pairs, mass, ablations)
+    return AttentionComparison(names, tokens, pairs, mass, attended, ablations)
 
 
 def _check_finite(model: PreTrainedModel, batches: Sequence[Tensor], name: str) -> None:
@@ -197,15 +224,19 @@ def _write_comparison(comparison: AttentionComparison, out: Path, settings: dict
         {
             "model": name,
             "mass_by_distance": mass.round(6).tolist(),
+            "attended_distance": attended.round(6).tolist(),
             "loss_without_head": increases.round(6).tolist(),
         }
-        for name, mass, increases in zip(names, comparison.mass, comparison.ablations, strict=True)
+        for name, mass, attended, increases in zip(
+            names, comparison.mass, comparison.attended, comparison.ablations, strict=True
+        )
     ]
     results = {"tokens": comparison.tokens, "distances": pairs, "heads": heads}
     with new_folder(out) as staging:
         if comparison.pairs:
             style.save(lab_figures.attention_distance(comparison), staging / "distance")
         style.save(lab_figures.attention_heads(comparison), staging / "heads")
+        style.save(lab_figures.attended_distance(comparison), staging / "attended")
         write_record(staging / "record.json", "lab distance", settings, results)
 
 

@@ -41,6 +41,7 @@ from farspan.lab.ranking import (
     rank_encodings,
     rank_table,
     scale_table,
+    scratchpad_table,
 )
 from farspan.lab.study import (
     LabCell,
@@ -115,7 +116,8 @@ class LabResult:
     """The results of a study."""
 
     entries: list[LabEntry]
-    ranks: list[Rank]
+    ranks: list[Rank]  # over the models that learned their task
+    ranks_of_all: list[Rank]  # over all models
     learned: tuple[int, int]  # models that learned their task, and all models
     tables: dict[str, Table]  # by title
     folder: Path
@@ -154,8 +156,8 @@ def _custom_task_data(study: LabStudy) -> dict[tuple[str, str], TaskData]:
     data = {
         (task, scratchpad): make_task_data(study, task, scratchpad, study.tokenizer)
         for task in study.tasks
-        for scratchpad in study.scratchpads
         if task in study.custom_tasks
+        for scratchpad in study.formats(task)
     }
     for (task, _), examples in data.items():
         if len(examples.train) < study.train.buckets:
@@ -414,6 +416,7 @@ def _write_results(
     """Write the tables, the figure and the record of a study."""
     entries = group_entries(results)
     learned, ranks = count_learned(entries), rank_encodings(entries)
+    ranks_of_all = rank_encodings(entries, learned_only=False)
     tables = _make_tables(study, entries)
     text = "\n\n".join(f"## {title}\n\n{markdown(*table)}" for title, table in tables.items())
     summary = f"{learned[0]} of {learned[1]} models learned their task."
@@ -427,10 +430,11 @@ def _write_results(
             "learnt": learned[0],
             "models": learned[1],
             "ranks": [asdict(rank) for rank in ranks],
+            "ranks_of_all": [asdict(rank) for rank in ranks_of_all],
             "cells": [{**asdict(cell), **result} for cell, result in results.items()],
         },
     )
-    return LabResult(entries, ranks, learned, tables, out)
+    return LabResult(entries, ranks, ranks_of_all, learned, tables, out)
 
 
 def _make_tables(study: LabStudy, entries: Sequence[LabEntry]) -> dict[str, Table]:
@@ -443,8 +447,9 @@ def _make_tables(study: LabStudy, entries: Sequence[LabEntry]) -> dict[str, Tabl
     if overlapping:
         title += f" (for {', '.join(overlapping)} also at train lengths)"
     tables = {title: accuracy_table(entries)}
-    if rank_encodings(entries):
-        tables["Mean reciprocal rank (tasks)"] = rank_table(entries)
+    tables["Mean reciprocal rank (tasks)"] = rank_table(entries)
+    if len({entry.scratchpad for entry in entries}) > 1:
+        tables["Mean reciprocal rank of scratchpads"] = scratchpad_table(entries)
     if study.scales:
         tables["Exact match at unseen lengths, scores times λ̂"] = scale_table(entries)
     return tables

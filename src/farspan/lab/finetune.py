@@ -1,0 +1,215 @@
+"""Fine-tune a pretrained model on a lab task, and test it at unseen lengths.
+
+An example is a text in the model's own tokens: the input, a line break, the target and the end of
+text. Loss and exact match count the target and the end only, as for the models of a study.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from farspan.attention.seam import eval_mode
+from farspan.batching import run_in_batches
+from farspan.errors import FarspanError
+from farspan.lab.fleet import MAX_LOGITS, Rows
+from farspan.lab.scratchpad import parse_parts
+from farspan.lab.study import TaskData, balance_lengths, parse_length_range
+from farspan.lab.tasks import (
+    Example,
+    Range,
+    find_task,
+    length_weights,
+    make_splits,
+    no_examples,
+)
+from farspan.train.loop import StepCallback, TrainPlan, TrainResult, train
+from farspan.train.metadata import begin_of_text
+from farspan.train.optim import OptimizerConfig, make_optimizers
+from farspan.train.sharding import data_parallel
+from farspan.train.steps import TrainingTask
+
+IGNORED = -100  # the label of tokens that are not trained on
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """The settings of `farspan lab finetune`."""
+
+    model: str
+    task: str
+    train_lengths: str = ""  # as 2:20; default: those of the task
+    test_lengths: str = ""
+    scratchpad: str = "none"
+    train_examples: int = 20_000
+    test_examples: int = 1_000  # in range, and as many beyond
+    even_lengths: bool = True
+    steps: int = 1_000
+    batch: int = 32
+    lr: float = 1e-4  # of AdamW, with a linear warmup and a cosine to a tenth
+    warmup: int = 50
+    weight_decay: float = 0.05
+    seed: int = 0  # of the examples and their order
+
+    def __post_init__(self):
+        parse_parts(self.scratchpad, find_task(self.task).name)
+        task = find_task(self.task)
+        for low, high in self.ranges():
+            if not any(map(task.count, range(low, high + 1))):
+                raise FarspanError(no_examples(task, (low, high)))
+            length_weights(task, range(low, high + 1), self.even_lengths)
+        minima = {"train_examples": 1, "test_examples": 2, "steps": 1, "batch": 1, "seed": 0}
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise FarspanError(f"{name} is {getattr(self, name)}; set it to {minimum} or more")
+        if not 0 < self.lr < math.inf:
+            raise FarspanError(f"lr is {self.lr:g}; choose a learning rate above 0")
+        self.optimization()
+
+    def ranges(self) -> tuple[Range, Range]:
+        """The lengths to train on and to test on."""
+        task = find_task(self.task)
+        return (
+            parse_length_range(self.train_lengths) if self.train_lengths else task.train,
+            parse_length_range(self.test_lengths) if self.test_lengths else task.test,
+        )
+
+    def optimization(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            "adamw",
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            warmup=self.warmup,
+            schedule="cosine",
+            floor=0.1,
+        )
+
+
+def make_text_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> TaskData:
+    """The examples of the task as rows of the model's tokens."""
+    task, (train_range, test_range) = find_task(config.task), config.ranges()
+    splits = make_splits(
+        task,
+        config.train_examples,
+        config.test_examples,
+        config.seed,
+        train=train_range,
+        test=test_range,
+        scratchpad=config.scratchpad,
+        even_lengths=config.even_lengths,
+    )
+    if not (splits.held_out and splits.beyond):
+        raise FarspanError(
+            f"{config.task} has too few examples of these lengths to train, hold some out and "
+            "test; choose more lengths"
+        )
+    weights = length_weights(task, {e.length for e in splits.train}, config.even_lengths)
+    return TaskData(
+        encode_texts(balance_lengths(splits.train, weights), tokenizer),
+        encode_texts(splits.held_out, tokenizer),
+        encode_texts(splits.beyond, tokenizer),
+        np.array([example.length for example in splits.held_out]),
+        np.array([example.length for example in splits.beyond]),
+    )
+
+
+def encode_texts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Rows:
+    """Input, line break, target and end of text, padded on the right."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise FarspanError(
+            "the tokenizer has no end-of-text token, so answers have no end; choose another model"
+        )
+    first = begin_of_text(tokenizer)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    prompts = [[*first, *ids] for ids in encode([f"{example.input}\n" for example in examples])]
+    targets = [[*ids, end] for ids in encode([example.target for example in examples])]
+    start = torch.tensor([len(prompt) for prompt in prompts])
+    stop = start + torch.tensor([len(target) for target in targets])
+    ids = torch.full((len(examples), int(stop.max())), end)
+    for row, prompt, target in zip(ids, prompts, targets, strict=True):
+        row[: len(prompt) + len(target)] = torch.tensor(prompt + target)
+    return Rows(ids, start, stop)
+
+
+class AnswerLoss(nn.Module):
+    """The mean loss over the answers of a batch [2, B, T] of tokens and labels."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        ids, labels = batch
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(
+            logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+
+
+def draw_batch(rows: Rows, config: FinetuneConfig, step: int) -> Tensor:
+    """The batch of a step, [2, B, T]: tokens, and labels that leave out all but the answers."""
+    rng = np.random.default_rng((config.seed, step))
+    drawn = torch.from_numpy(rng.integers(len(rows), size=config.batch))
+    batch = rows.take(drawn, int(rows.stop[drawn].max()))
+    labels = batch.ids.clone()
+    labels[:, 0] = IGNORED
+    labels[:, 1:][~batch.answer_mask] = IGNORED
+    return torch.stack((batch.ids, labels))
+
+
+def finetune_model(
+    model: PreTrainedModel,
+    rows: Rows,
+    config: FinetuneConfig,
+    folder: Path,
+    on_step: StepCallback = lambda metrics: None,
+) -> TrainResult:
+    """Train all weights in float32 on the answers of the rows, or resume the run in the folder."""
+    model.float().train()
+    task = TrainingTask(
+        data_parallel(AnswerLoss(model)),
+        dict(model.named_parameters()),
+        make_optimizers(model, config.optimization()),
+        lambda step: [draw_batch(rows, config, step).to(model.device)],
+        tokens=config.batch * rows.ids.shape[1],
+    )
+    plan = TrainPlan(config.steps, config.seed, config.optimization(), log_every=1)
+    try:
+        return train(task, plan, folder, on_step)
+    finally:
+        model.eval()
+
+
+@torch.no_grad()
+def match_answers(model: PreTrainedModel, rows: Rows) -> np.ndarray:
+    """Whether greedy decoding gives the whole answer of each row: bool [N].
+
+    By teacher forcing: greedy decoding fails at the first token that is not the most likely one.
+    """
+    order = rows.by_length()
+    correct = np.zeros(len(rows), dtype=bool)
+
+    def evaluate(first: int, last: int) -> None:
+        picked = order[first:last]
+        batch = rows.take(picked, int(rows.stop[picked].max())).to(model.device)
+        predictions = model(input_ids=batch.ids[:, :-1], use_cache=False).logits.argmax(-1)
+        matches = (predictions == batch.ids[:, 1:]) | ~batch.answer_mask
+        correct[picked.numpy()] = matches.all(-1).cpu().numpy()
+
+    per_row = rows.ids.shape[1] * model.config.get_text_config().vocab_size
+    with eval_mode(model):
+        run_in_batches(len(rows), max(1, MAX_LOGITS // per_row), evaluate)
+    return correct

@@ -1,0 +1,124 @@
+"""`farspan lab finetune`: length generalization of a pretrained model on a lab task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from farspan.attention.model_facts import max_positions, probe_or_none
+from farspan.errors import FarspanError
+from farspan.files import write_text
+from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
+from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
+from farspan.lab.study import count_by_length
+from farspan.lab.tasks import find_task
+from farspan.loading import check_source, load_with_tokenizer, resolve_device
+from farspan.progress import Progress, silent
+from farspan.recipe import apply_overrides, from_toml, to_toml
+from farspan.record import write_record
+from farspan.report import lab_figures, style
+from farspan.train.loop import StepMetrics
+from farspan.train.pretrain import first_difference
+
+RECIPE = "recipe.toml"
+
+
+@dataclass(frozen=True, eq=False)
+class FinetuneResult:
+    """The exact match of a fine-tuned model, [correct, total] by length."""
+
+    in_range: dict[str, list[int]]
+    beyond: dict[str, list[int]]
+    loss: float  # of the last step, in nats per token of the answers
+    folder: Path
+
+    @property
+    def learned(self) -> bool:
+        return accuracy(self.in_range) >= LEARNED_THRESHOLD
+
+
+def finetune(
+    model: str,
+    task: str,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    *,
+    device: str | None = None,
+    progress: Progress = silent,
+) -> FinetuneResult:
+    """Fine-tune a model on a lab task, or resume, and test it within and beyond the train lengths.
+
+    >>> finetune("nope-twin", "copy", ["steps=200"], "runs/copy").learned
+    """
+    config = apply_overrides(FinetuneConfig(str(model), task), overrides)
+    folder = Path(out or Path("runs") / f"{Path(model).name}-{task}")
+    device = resolve_device(device)
+    check_source(model)
+    _check_same_run(config, folder)
+    loaded, tokenizer = load_with_tokenizer(model, device=device)
+    data = make_text_data(config, tokenizer)
+    limit = max_positions(loaded.config, probe_or_none(loaded))
+    if limit is not None and data.max_length > limit:
+        raise FarspanError(
+            f"examples of {task} have up to {data.max_length} tokens, but {model} has a table of "
+            f"{limit} positions; test on shorter lengths"
+        )
+    write_text(folder / RECIPE, to_toml(config))
+    advance = progress("fine-tune", config.steps)
+
+    def on_step(metrics: StepMetrics) -> None:
+        advance(1, f"loss {metrics.loss:.4f}")
+
+    trained = finetune_model(loaded, data.train, config, folder, on_step)
+    result = FinetuneResult(
+        count_by_length(match_answers(loaded, data.held_out), data.held_out_lengths),
+        count_by_length(match_answers(loaded, data.beyond), data.beyond_lengths),
+        trained.metrics[-1]["loss"],
+        folder,
+    )
+    _write_result(config, result, device)
+    return result
+
+
+def _check_same_run(config: FinetuneConfig, folder: Path) -> None:
+    """Refuse a folder that holds anything but a run of these settings."""
+    file = folder / RECIPE
+    if not file.exists():
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise FarspanError(
+                f"{folder} exists and holds no fine-tuning; choose another folder with -o"
+            )
+        return
+    try:
+        stored = from_toml(FinetuneConfig, file.read_text(encoding="utf-8"))
+    except FarspanError:
+        raise FarspanError(
+            f"{folder} holds no fine-tuning; choose another folder with -o"
+        ) from None
+    if difference := first_difference(stored, config):
+        key, stored_value, value = difference
+        raise FarspanError(
+            f"{folder} holds another run: {key} is {stored_value!r} there and {value!r} here; "
+            "choose another folder with -o"
+        )
+
+
+def _write_result(config: FinetuneConfig, result: FinetuneResult, device: str) -> None:
+    counts = {"in_range": result.in_range, "beyond": result.beyond}
+    entry = LabEntry(
+        config.task, "", config.scratchpad, config.model, config.lr, (counts,), (config.seed,)
+    )
+    panel = lab_figures.Panel(
+        config.task,
+        config.ranges()[0][1],
+        find_task(config.task).length_unit,
+        {Path(config.model).name: entry.curve()},
+    )
+    style.save(lab_figures.accuracy_by_length([panel]), result.folder / "accuracy")
+    write_record(
+        result.folder / "record.json",
+        "lab finetune",
+        {**asdict(config), "device": device},
+        {"loss": result.loss, "learned": result.learned, **counts},
+    )

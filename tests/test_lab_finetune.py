@@ -1,0 +1,193 @@
+"""Fine-tuning a pretrained model on a lab task: rows, loss, exact match, resumption, errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import farspan
+from farspan import cli
+from farspan.errors import FarspanError
+from farspan.lab.finetune import (
+    AnswerLoss,
+    FinetuneConfig,
+    draw_batch,
+    encode_texts,
+    make_text_data,
+    match_answers,
+)
+from farspan.lab.fleet import Rows
+from farspan.lab.tasks import draw_examples, find_task
+from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.workflows import lab_finetune
+from farspan.workflows.lab_finetune import finetune
+
+CONFIG = FinetuneConfig("tiny", "parity", "1:4", "5:6", train_examples=20, test_examples=8, batch=6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return farspan.load("nope-twin").tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tokenizer) -> str:
+    """The folder of a small untrained model with the tokenizer of a bundled one."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    torch.manual_seed(0)
+    config = FarspanConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        position="none",
+    )
+    FarspanForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_rows_are_input_line_break_target_and_end(tokenizer):
+    examples = draw_examples(find_task("addition"), (1, 3), 12, 0, scratchpad="full")
+    rows = encode_texts(examples, tokenizer)
+    for example, ids, start, stop in zip(examples, rows.ids, rows.start, rows.stop, strict=True):
+        assert tokenizer.decode(ids[:start]) == f"{example.input}\n"
+        assert tokenizer.decode(ids[start : stop - 1]) == example.target
+        assert (ids[stop - 1 :] == tokenizer.eos_token_id).all()
+
+
+def test_examples_of_the_splits_are_disjoint_and_of_their_lengths(tokenizer):
+    data = make_text_data(CONFIG, tokenizer)
+    texts = [
+        {tokenizer.decode(ids[:start]) for ids, start in zip(rows.ids, rows.start, strict=True)}
+        for rows in (data.train, data.held_out, data.beyond)
+    ]
+    assert sum(map(len, texts)) == len(set.union(*texts))
+    assert set(data.held_out_lengths) <= {1, 2, 3, 4}
+    assert set(data.beyond_lengths) == {5, 6}
+
+
+@torch.no_grad()
+def test_loss_counts_the_answers_only(tiny, tokenizer):
+    model, rows = farspan.load(tiny).model, make_text_data(CONFIG, tokenizer).train
+    batch = draw_batch(rows, CONFIG, 3)
+    assert torch.equal(batch, draw_batch(rows, CONFIG, 3))
+    assert not torch.equal(batch, draw_batch(rows, CONFIG, 4))
+    losses = []
+    for ids in batch[0]:
+        text = tokenizer.decode(ids)
+        start = len(tokenizer.encode(text[: text.index("\n") + 1], add_special_tokens=False))
+        stop = start + int((ids[start:] == tokenizer.eos_token_id).nonzero()[0]) + 1
+        logits = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+        losses += [-logits[place - 1, ids[place]] for place in range(start, stop)]
+    assert float(AnswerLoss(model)(batch)) == pytest.approx(float(sum(losses)) / len(losses))
+
+
+def test_exact_match_equals_greedy_decoding():
+    """Answers that transformers generates match; with any other token they do not."""
+    model, tokenizer = farspan.load("nope-twin")
+    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "The", "She said that he")]
+    answers = [
+        model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False, pad_token_id=0)[0]
+        for ids in prompts
+    ]
+    start = torch.tensor(list(map(len, prompts)))
+    stop = torch.tensor(list(map(len, answers)))
+    ids = torch.zeros(len(answers), int(stop.max()), dtype=torch.long)
+    for row, answer in zip(ids, answers, strict=True):
+        row[: len(answer)] = answer
+    assert match_answers(model, Rows(ids, start, stop)).tolist() == [True] * 3
+    for row in range(3):
+        for place in range(int(start[row]), int(stop[row])):
+            wrong = ids.clone()
+            wrong[row, place] = (wrong[row, place] + 1) % len(tokenizer)
+            expected = np.arange(3) != row
+            assert (match_answers(model, Rows(wrong, start, stop)) == expected).all()
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    monkeypatch.setattr(lab_finetune.style, "save", lambda figure, stem: None)
+
+
+SETTINGS = [
+    'train_lengths="1:4"',
+    'test_lengths="5:6"',
+    "train_examples=30",
+    "test_examples=8",
+    "batch=16",
+    "lr=1e-2",
+    "warmup=2",
+]
+
+
+def test_finetune_learns_resumes_and_records(tiny, tmp_path, no_figures):
+    out = tmp_path / "run"
+    result = finetune(tiny, "parity", [*SETTINGS, "steps=40"], out)
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in metrics] == list(range(1, 41))
+    assert metrics[-1]["loss"] < metrics[0]["loss"] / 4
+    record = json.loads((out / "record.json").read_text())
+    assert record["settings"]["task"] == "parity"
+    assert (record["in_range"], record["beyond"]) == (result.in_range, result.beyond)
+    assert sum(total for _, total in result.beyond.values()) == 8
+    assert set(result.beyond) == {"5", "6"}
+    again = finetune(tiny, "parity", [*SETTINGS, "steps=40"], out)
+    assert (again.in_range, again.beyond, again.loss) == (
+        result.in_range,
+        result.beyond,
+        result.loss,
+    )
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 40, "it is not trained again"
+    with pytest.raises(FarspanError, match="holds another run: steps is 40 there and 41 here"):
+        finetune(tiny, "parity", [*SETTINGS, "steps=41"], out)
+    with pytest.raises(FarspanError, match="exists and holds no fine-tuning"):
+        finetune(tiny, "parity", SETTINGS, tmp_path)
+
+
+def test_examples_beyond_a_learned_table_are_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(lab_finetune, "max_positions", lambda config, layers: 12)
+    with pytest.raises(FarspanError, match="has a table of 12 positions; test on shorter lengths"):
+        finetune(tiny, "parity", SETTINGS, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_without_an_end_is_refused(tokenizer):
+    other = type("Tokenizer", (), {"eos_token_id": None, "bos_token_id": None})()
+    with pytest.raises(FarspanError, match="no end-of-text token"):
+        encode_texts(draw_examples(find_task("copy"), (2, 2), 1, 0), other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope-twin", "cpoy"], "'cpoy' is unknown; did you mean copy"),
+        (["nope-twin", "copy", "steps=0"], "steps is 0; set it to 1 or more"),
+        (["nope-twin", "copy", "lr=0.0"], "lr is 0; choose a learning rate above 0"),
+        (["nope-twin", "copy", 'scratchpad="full"'], "copy has no scratchpad"),
+        (["nope-twin", "copy", 'train_lengths="9:2"'], "'9:2' is not a range of lengths"),
+        (["nope-twin", "copy", "stpes=2"], "stpes"),
+        (["nope-twin", "scan", "test_lengths=50:60"], "scan has no example of 50 to 60 actions"),
+        (["nope-twni", "copy"], "nope-twni"),
+    ],
+)
+def test_invalid_usage_is_one_sentence(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["farspan", "lab", "finetune", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_ranges_default_to_those_of_the_task():
+    assert replace(CONFIG, train_lengths="", test_lengths="").ranges() == ((1, 8), (9, 16))
