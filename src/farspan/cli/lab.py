@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from farspan.workflows.lab import LabEstimate, LabResult
     from farspan.workflows.lab_finetune import FinetuneResult
 
-TASKS_HELP = (
+TASK_NAMES = (
     "copy, copy-repeat, copy-repeat-double, copy-replace, copy-double, reverse, reverse-double, "
     "reverse-copy, addition, polynomial, sorting, sorting-numbers, summation, parity, lego, "
-    "lego-ordered, scan, pcfg, copy-next or reverse-numbers; or RECIPE.toml:TASK for a task of a "
-    "recipe's own."
+    "lego-ordered, scan, pcfg, copy-next or reverse-numbers"
 )
+TASKS_HELP = f"{TASK_NAMES}; or RECIPE.toml:TASK for a task of a recipe's own."
 TrustLabCode = Annotated[
     bool,
     typer.Option(
@@ -178,7 +178,7 @@ def dump_command(
 @app.command("finetune", cls=Command)
 def finetune_command(
     model: Model,
-    task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
+    task: Annotated[str, typer.Argument(metavar="TASK", help=f"{TASK_NAMES}.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
