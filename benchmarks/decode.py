@@ -52,13 +52,18 @@ def build(shape: str, window: int) -> dict[str, PreTrainedModel]:
 
 
 def filled_cache(model: PreTrainedModel, batch: int, length: int) -> tuple[StaticCache, int]:
-    """A static cache for `length` tokens with all but the last 64 filled, and its bytes."""
-    cache = StaticCache(config=model.config, max_cache_len=length)
-    chunk = min(length - 64, 4096)
-    ids = torch.zeros((batch, chunk), dtype=torch.long, device=model.device)
-    for start in range(0, length - 64, chunk):
-        piece = ids[:, : min(chunk, length - 64 - start)]
-        model.model(piece, past_key_values=cache, use_cache=True)
+    """A static cache for `length` tokens that counts all but the last 64 as read, and its bytes.
+
+    Reading them would take a minute and change nothing: what a cache holds does not decide the
+    speed. A first text fills the windows.
+    """
+    cache, filled = StaticCache(config=model.config, max_cache_len=length), length - 64
+    ids = torch.zeros((batch, min(filled, 1024)), dtype=torch.long, device=model.device)
+    model.model(ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(filled)
+        if layer.is_sliding:
+            layer.cumulative_length_int = filled
     tensors = [part for layer in cache.layers for part in (layer.keys, layer.values)]
     return cache, sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
