@@ -31,11 +31,11 @@ from transformers.utils import logging
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
-from farspan.data.tokens import check_tokenizer, tokenizer_files
+from farspan.data.tokens import add_begin_of_text, check_tokenizer, tokenizer_files
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
-from farspan.gguf_reading import fast_gguf, read_header, without_vocabulary
+from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.progress import Progress, silent
@@ -410,6 +410,8 @@ def _load_gguf(
         _check_report(file, model, report)
         with fast_gguf(file, header):
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
+            add_begin_of_text(tokenizer, bool(adds.contents()))
     return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
 
 

@@ -25,6 +25,7 @@ from farspan.cli.console import (
 from farspan.cli.options import (
     MODEL_KINDS,
     AsJson,
+    Bos,
     Command,
     Device,
     DryRun,
@@ -166,6 +167,7 @@ def distance_command(
     out: OutFolder = None,
     device: Device = None,
     as_json: AsJson = False,
+    bos: Bos = "auto",
 ) -> None:
     """Compare the attention of models: distance between their heads, layer by layer.
 
@@ -184,8 +186,10 @@ def distance_command(
             length=length,
             windows=windows,
             rule="legacy" if legacy else "jsd",
+            bos=bos,
             device=device,
             progress=progress,
+            say=note,
         )
     show_comparison(comparison, as_json)
     if out is not None and not as_json:
@@ -212,6 +216,7 @@ def theorems_command(
     ] = 8,
     out: OutFolder = None,
     device: Device = None,
+    bos: Bos = "auto",
 ) -> None:
     """Check how a model without position encoding can know positions (theorems of Kazemnejad 2023).
 
@@ -219,7 +224,16 @@ def theorems_command(
     """
     from farspan.workflows.attention_analysis import theorems
 
-    analysis = theorems(models or [], data, out, length=length, windows=windows, device=device)
+    analysis = theorems(
+        models or [],
+        data,
+        out,
+        length=length,
+        windows=windows,
+        bos=bos,
+        device=device,
+        say=note,
+    )
     show_theorems(analysis, length)
     if out is not None:
         print_saved("record and figure", out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import check_losses
@@ -33,7 +34,7 @@ from farspan.lab.theorems import (
     read_positions,
 )
 from farspan.lab.tokenizer import WordTokenizer
-from farspan.loading import check_source, load, load_with_tokenizer, resolve_device
+from farspan.loading import check_source, load, resolve_device
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
@@ -51,8 +52,10 @@ def compare_attention(
     length: int | None = None,
     windows: int = 4,
     rule: str = "jsd",
+    bos: str = "auto",
     device: str | None = None,
     progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
 ) -> AttentionComparison:
     """Compare the attention of models on text, or on examples of a lab task.
 
@@ -62,7 +65,10 @@ def compare_attention(
     data: default: python-docs.
     length: of a window of text, in tokens; default: 512.
     task: for models of the lab: read examples of this task, of these `lengths`, instead of text.
+    bos: whether windows begin with a begin-of-text token: yes, no, or auto, by the models'
+        metadata, and where they are silent by their loss.
     """
+    check_choice(bos)
     _check_options(rule, task, lengths, data, length)
     if out is not None:
         check_absent(out)
@@ -73,9 +79,12 @@ def compare_attention(
         batches = _example_batches(task, lengths, windows)
         loaded = _load_lab_models(models, device)
     else:
-        source = {"data": data, "length": length}
-        loaded, tokenizer = _load_with_shared_tokenizer(models, device)
-        batches = list(cut_windows(read_documents(data), tokenizer, length, windows).ids.split(1))
+        loaded, tokenizer, begin = _load_with_shared_tokenizer(models, bos, device)
+        source = {"data": data, "length": length, "begin_of_text": begin.to_json()}
+        for note in begin.notes:
+            say(note)
+        cut = cut_windows(read_documents(data), tokenizer, length, windows, begin=begin.ids)
+        batches = list(cut.ids.split(1))
     comparison = _compare_models(loaded, model_names(models), batches, rule, progress)
     if out is not None:
         settings = {
@@ -127,18 +136,23 @@ def _load_lab_models(models: Sequence[str], device: str) -> list[PreTrainedModel
 
 
 def _load_with_shared_tokenizer(
-    models: Sequence[str], device: str
-) -> tuple[list[PreTrainedModel], Any]:
+    models: Sequence[str], bos: str, device: str
+) -> tuple[list[PreTrainedModel], Any, BeginOfText]:
     """The models and their tokenizer, which must be the same: they read the same tokens."""
-    pairs = [load_with_tokenizer(model, device=device) for model in models]
-    tokenizer = pairs[0][1]
-    for name, (_, other) in zip(models, pairs, strict=True):
+    all_loaded = [load_with_begin_of_text(model, bos, device=device) for model in models]
+    _, tokenizer, begin = all_loaded[0]
+    for name, (_, other, other_begin) in zip(models, all_loaded, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
             raise FarspanError(
                 f"{name} and {models[0]} have different vocabularies, so they cannot read the same "
                 "tokens; choose models with the same tokenizer"
             )
-    return [model for model, _ in pairs], tokenizer
+        if other_begin.ids != begin.ids:
+            raise FarspanError(
+                f"only one of {name} and {models[0]} expects a begin-of-text token, so they cannot "
+                "read the same tokens; choose --bos yes or --bos no for both"
+            )
+    return [loaded.model for loaded in all_loaded], tokenizer, begin
 
 
 def _compare_models(
@@ -204,13 +218,19 @@ def theorems(
     *,
     length: int = 512,
     windows: int = 8,
+    bos: str = "auto",
     device: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> PositionAnalysis:
     """Prove Kazemnejad 2023's theorems by constructed weights, and read positions from models.
 
     The constructions are checked on texts of `length` tokens. The positions of tokens are read from
     the hidden states of each model by regression.
+
+    bos: whether windows begin with a begin-of-text token: yes, no, or auto, by each model's
+        metadata, and where they are silent by its loss.
     """
+    check_choice(bos)
     if out is not None:
         check_absent(out)
     device = resolve_device(device)
@@ -219,8 +239,10 @@ def theorems(
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
 
     def read(model: str, name: str) -> list[PositionReadout]:  # one model in memory at a time
-        loaded, tokenizer = load_with_tokenizer(model, device=device)
-        ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
+        loaded, tokenizer, begin = load_with_begin_of_text(model, bos, device=device)
+        for note in begin.notes:
+            say(f"{name}: {note}")
+        ids = cut_windows(read_documents(data), tokenizer, length, windows, begin=begin.ids).ids
         _check_finite(loaded, ids.split(1), name)
         return read_positions(loaded, ids)
 
@@ -233,6 +255,7 @@ def theorems(
             "models": list(models),
             "data": data,
             "windows": windows,
+            "bos": bos,
             "device": device,
         }
         _write_analysis(analysis, out, settings)
