@@ -17,6 +17,7 @@ from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError
 from farspan.formats.gguf import write_gguf
 from farspan.loading import load_gguf_config
+from farspan.train.metadata import stated_begin_of_text
 from farspan.workflows import inspect as inspect_module
 
 gguf = pytest.importorskip("gguf")
@@ -149,3 +150,22 @@ def test_the_config_needs_no_vocabulary(original, tmp_path, monkeypatch):
     assert "tokenizer.ggml.merges" in header.fields
     assert "tokenizer.ggml.merges" not in short.fields
     assert load_gguf_config(file).vocab_size == 300
+
+
+@pytest.mark.parametrize("adds", [True, False, None])
+def test_the_tokenizer_begins_texts_as_the_file_says(adds, original, tmp_path):
+    fields = {gguf_reading.BOS: adds}
+    tokenizer = farspan.load(rewrite(original, tmp_path / "model.gguf", fields=fields)).tokenizer
+    ids = tokenizer("some text")["input_ids"]
+    assert (ids[0] == tokenizer.bos_token_id) == bool(adds)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "some text"
+    assert stated_begin_of_text(tokenizer)[0] is adds
+
+
+def test_written_files_say_how_texts_begin(original, tmp_path):
+    model, tokenizer = farspan.load(original)
+    for begins in (True, False):
+        tokenizer.begins_texts = begins
+        write_gguf(model, tokenizer, tmp_path / f"{begins}.gguf")
+        fields = gguf_reading.read_header(tmp_path / f"{begins}.gguf").fields
+        assert fields[gguf_reading.BOS].contents() is begins
