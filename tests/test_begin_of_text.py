@@ -307,6 +307,7 @@ def test_a_patch_applies_what_it_remembers(checkpoint, losses, tmp_path):
     for number, remembered in enumerate((None, True, False)):
         folder = replace(patch, begin_of_text=remembered).save(tmp_path / str(number))
         assert Patch.load(folder).begin_of_text is remembered
+        assert begin_of_text(farspan.load(folder).tokenizer) == [0] * bool(remembered)
         begin = decide(folder).begin
         assert begin.ids == ((0,) if remembered else ())
         assert (begin.why == "its patch was made so") == (remembered is not None)

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.data.documents import PYTHON_DOCS, read_documents
+from farspan.data.tokens import DECISION
 from farspan.data.windows import cut_windows
 from farspan.errors import FarspanError, suggest
 from farspan.loading import LoadOptions, find_patch, load_with_tokenizer
 from farspan.model.config import FarspanConfig
 from farspan.model.loss import token_losses
-from farspan.train.metadata import DECISION, stated_begin_of_text
+from farspan.train.metadata import stated_begin_of_text
 
 CHOICES = ("auto", "yes", "no")
 WINDOWS, LENGTH = 4, 64  # of python-docs, on which losses are measured
@@ -53,6 +54,9 @@ class BeginOfText:
         action = "texts begin with" if self.ids else "texts begin without"
         note = f"{action} a begin-of-text token: {self.why}"
         return (note, self.warning) if self.warning else (note,)
+
+
+UNDECIDED = BeginOfText((), "not decided")
 
 
 class LoadedText(NamedTuple):

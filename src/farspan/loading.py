@@ -31,7 +31,7 @@ from transformers.utils import logging
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
-from farspan.data.tokens import add_begin_of_text, check_tokenizer, tokenizer_files
+from farspan.data.tokens import DECISION, add_begin_of_text, check_tokenizer, tokenizer_files
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
@@ -481,6 +481,8 @@ def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
     if half:
         for parameter in model.parameters():
             parameter.data = parameter.data.half()
+    if tokenizer is not None and patch.begin_of_text is not None:
+        setattr(tokenizer, DECISION, patch.begin_of_text)
     return LoadedModel(model, tokenizer)
 
 

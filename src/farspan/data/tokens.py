@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"  # the bos, eos and pad token
+DECISION = "begins_texts"  # attribute of a tokenizer: whether texts begin with its token
 MIN_VOCABULARY = 257  # every byte, and END
 FILES = ("tokenizer.json", "tokenizer_config.json")
 

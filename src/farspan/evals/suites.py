@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.begin_of_text import BeginOfText
+from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
 from farspan.evals.commonsense import Commonsense
@@ -111,7 +111,7 @@ class EvalModel:
     max_positions: int | None  # the rows of a learned position table
     passkeys_in_training: str  # "yes", "no" or "unknown"
     identity: Mapping[str, str]  # everything of it that a result depends on
-    begin: BeginOfText = BeginOfText((), "unknown")  # of its texts
+    begin: BeginOfText = UNDECIDED  # of its texts
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         if self.max_positions is not None and max(lengths) > self.max_positions:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from farspan.data.tokens import adds_begin_of_text
+from farspan.data.tokens import DECISION, adds_begin_of_text
 from farspan.errors import CorruptError
 from farspan.files import read_json, write_json
 
 FILE = "training.json"
-DECISION = "begins_texts"  # of a command about a tokenizer, as an attribute of it
 
 # Earlier versions of farspan wrote no training.json, only one of these sentences into README.md.
 OLD_CARD_WITH_PASSKEYS = "**Passkey documents were trained on**"
