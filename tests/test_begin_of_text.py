@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +19,17 @@ from farspan.data.documents import Document
 from farspan.data.tokens import END, add_begin_of_text, adds_begin_of_text
 from farspan.data.windows import cut_windows, split_windows
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals import commonsense
 from farspan.evals.decoding import encode_prompt
 from farspan.evals.perplexity import Perplexity, Text
+from farspan.evals.scores import EvalCell
 from farspan.methods.job import FitJob
 from farspan.model.loss import losses_by_context, token_losses
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.workflows import evaluate as evaluate_workflow
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows import generate as generate_workflow
+from farspan.workflows import reproduce
 from farspan.workflows.attention_analysis import compare_attention
 
 
@@ -341,3 +345,31 @@ def test_diagnose_reads_windows_with_the_token(checkpoint, losses, tmp_path):
     assert len(notes) == 1
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert record["read"][str(checkpoint)]["begin_of_text"]["ids"] == [0]
+
+
+def test_commonsense_items_begin_as_the_rule_says(checkpoint, monkeypatch):
+    tokenizer, encoded = AutoTokenizer.from_pretrained(checkpoint), []
+
+    def harness(model, tokenizer, length, batch):
+        encoded.append(tokenizer("some text")["input_ids"])
+        raise FarspanError("enough")
+
+    monkeypatch.setattr(commonsense, "_harness", harness)
+    monkeypatch.setattr(commonsense.Commonsense, "_task", lambda *args: None)
+    model, cell = farspan.load(checkpoint).model, EvalCell("commonsense", "piqa", 64, {})
+    for begins in (True, False):
+        tokenizer.begins_texts = begins
+        with pytest.raises(FarspanError, match="enough"):
+            commonsense.Commonsense("", 64).run(cell, model, tokenizer)
+    assert encoded == [[0, *encoded[1]], encoded[1]]
+    assert not adds_begin_of_text(tokenizer), "the tokenizer itself is as it was"
+
+
+def test_cells_of_studies_name_the_token(checkpoint, losses):
+    losses(4.0, 9.0)
+    texts = reproduce.StudyTexts(reproduce.read_study("extend-small"))
+    texts.hashes, texts.benchmark_sources = {}, []  # the texts are not here
+    cell = reproduce.StudyCell("small-none", "none", 2, 0)
+    described = reproduce._describe(texts, cell, checkpoint)
+    assert described["begin of text"] == [0]
+    assert "begin of text" not in reproduce._describe(texts, cell, Path("nope-twin"))
