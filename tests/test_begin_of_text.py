@@ -164,9 +164,9 @@ def test_the_token_counts_in_the_length_of_windows():
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
     documents = [Document("a", "one two three four five six " * 60)]
     plain = cut_windows(documents, tokenizer, 16, 3).ids
-    begun = cut_windows(documents, tokenizer, 17, 3, begin=[7]).ids
-    assert torch.equal(begun[:, 1:], plain)
-    assert begun[:, 0].tolist() == [7] * 3
+    with_token = cut_windows(documents, tokenizer, 17, 3, begin=[7]).ids
+    assert torch.equal(with_token[:, 1:], plain)
+    assert with_token[:, 0].tolist() == [7] * 3
     lengths, limits = {"search": 20, "choose": 16}, {"search": 2, "choose": 2}
     for name, windows in split_windows(documents, tokenizer, lengths, limits, begin=[7]).items():
         assert windows.ids.shape[1] == lengths[name]
@@ -200,19 +200,19 @@ def perplexity(mode: str, begin: tuple[int, ...]) -> Perplexity:
 
 def test_windows_of_same_score_the_same_tokens_with_and_without_the_token(checkpoint):
     model, tokenizer, _ = decide(checkpoint)
-    plain, begun = perplexity("same", ()), perplexity("same", (7,))
+    plain, with_token = perplexity("same", ()), perplexity("same", (7,))
     for length in (16, 32):
         for without, window in zip(
-            plain.plans["text", length], begun.plans["text", length], strict=True
+            plain.plans["text", length], with_token.plans["text", length], strict=True
         ):
             assert window == replace(without, start=without.start + 1)
-    cell = begun.cells()[0]
-    sample = begun.run(cell, model, tokenizer)[0]
+    cell = with_token.cells()[0]
+    sample = with_token.run(cell, model, tokenizer)[0]
     row = torch.tensor([[7, *range(100 + sample["start"], 100 + sample["end"])]])
     assert row.shape[1] == cell.length == 16
     expected = float(token_losses(model, row)[0, -8:].sum())
     assert sample["nll"] == pytest.approx(expected, rel=1e-5)
-    curve = begun.run(begun.cells()[-1], model, tokenizer)[0]
+    curve = with_token.run(with_token.cells()[-1], model, tokenizer)[0]
     row = torch.tensor([[7, *range(101, 132)]])
     assert curve["nll"] == pytest.approx(float(token_losses(model, row).sum()), rel=1e-5)
 
@@ -294,10 +294,10 @@ def test_extend_fits_with_the_token_and_the_patch_remembers_it(checkpoint, tmp_p
     for bos in ("yes", "no"):
         with pytest.raises(ZeroDivisionError):
             farspan.extend(checkpoint, 96, tmp_path / bos, "uniform", data=str(text), bos=bos)
-    begun, plain = jobs
-    assert begun.begin == (0,)
+    with_token, plain = jobs
+    assert with_token.begin == (0,)
     for split in ("search", "choose"):
-        ids = getattr(begun, split)
+        ids = getattr(with_token, split)
         assert ids.shape[1] == getattr(plain, split).shape[1]
         assert (ids[:, 0] == 0).all()
         assert not (getattr(plain, split)[:, 0] == 0).any()

@@ -33,7 +33,7 @@ class Windows:
     used: tuple[dict[str, Any], ...]  # document, tokens that were read, start of each window
     skipped: tuple[dict[str, Any], ...]  # document, its tokens, why
 
-    def begun_with(self, tokens: Sequence[int]) -> Windows:
+    def starting_with(self, tokens: Sequence[int]) -> Windows:
         """These windows with tokens in front of each."""
         return replace(self, ids=prepend(self.ids, tokens))
 
@@ -78,7 +78,7 @@ def cut_windows(
         turns *= 2
         _read_tokens(readings, tokenizer, turns * length)
     spans = tuple(_Span(reading.name, reading.ids, 0) for reading in readings)
-    return _cut(spans, skipped, length, limit).begun_with(begin)
+    return _cut(spans, skipped, length, limit).starting_with(begin)
 
 
 def split_windows(
@@ -131,7 +131,7 @@ def _cut_splits(
     begin: Sequence[int],
 ) -> dict[str, Windows]:
     return {
-        name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]).begun_with(begin)
+        name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]).starting_with(begin)
         for name in lengths
     }
 

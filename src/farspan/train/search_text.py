@@ -156,4 +156,4 @@ def _pack(
 def _rows(data: TrainingData, start: int, count: int, length: int, begin: Sequence[int]) -> Windows:
     ids = data.mixture.rows(start, count)[:, : length - len(begin)]
     used: Sequence[dict] = [{"source": name, **facts} for name, facts in data.summary.items()]
-    return Windows(ids, tuple(used), ()).begun_with(begin)
+    return Windows(ids, tuple(used), ()).starting_with(begin)
