@@ -134,11 +134,14 @@ def _compare(losses: Mapping[str, float] | None) -> str:
 def _measure(model: PreTrainedModel, tokenizer: Any) -> dict[str, float] | None:
     """The loss of the same tokens with and without a begin-of-text token before each window.
 
-    None where that is impossible: a vocabulary that is not the model's, or losses that are not
-    finite. What follows reports such a model in its own words.
+    None where that is impossible: a Python without its documentation, a vocabulary that is not the
+    model's, or losses that are not finite. What follows reports such a model in its own words.
     """
-    documents = read_documents(PYTHON_DOCS)
-    ids = cut_windows(documents, tokenizer, LENGTH, WINDOWS).ids.to(model.device)
+    try:
+        ids = cut_windows(read_documents(PYTHON_DOCS), tokenizer, LENGTH, WINDOWS).ids
+    except (ImportError, FarspanError):
+        return None
+    ids = ids.to(model.device)
     token = torch.full((len(ids), 1), tokenizer.bos_token_id, device=model.device)
     if int(max(ids.max(), token.max())) >= model.get_input_embeddings().num_embeddings:
         return None
