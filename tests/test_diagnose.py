@@ -576,7 +576,7 @@ def no_loading(monkeypatch):
     """Fail the test if a model is loaded."""
     monkeypatch.setattr(
         diagnose_workflow,
-        "load_with_tokenizer",
+        "load_with_begin_of_text",
         lambda *args, **options: pytest.fail("a model is loaded"),
     )
 

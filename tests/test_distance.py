@@ -274,7 +274,7 @@ def test_models_in_folders_of_equal_names_stay_distinct(tmp_path, capsys):
 
 @pytest.fixture
 def no_loading(monkeypatch):
-    for name in ("load", "load_with_tokenizer"):
+    for name in ("load", "load_with_begin_of_text"):
         monkeypatch.setattr(
             attention_analysis, name, lambda *args, **options: pytest.fail("a model is loaded")
         )

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import farspan
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import seam
+from farspan.attention.probe import probe
 from farspan.cli import app
 from farspan.cli.console import console
 from farspan.errors import FarspanError
@@ -257,3 +258,18 @@ def test_inspect_describes_growing_scales_at_the_target():
     (note, *_) = farspan.inspect("swan-twin").warnings
     assert "min 1.520, mean 1.520, max 1.520 at 16,384 keys, growing by the basis `log`" in note
     assert note.partition("; ")[0].endswith("`log` as base·(1 + 0.15·basis) in all heads")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_temperature_by_position_is_not_rotation(dtype):
+    """Beam scales the queries of its layers without positions by (1 + p/2048)^0.1."""
+    if "beam" not in hf.CONFIG_MAPPING:
+        pytest.skip("this transformers has no Beam")
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    types = [*["sliding_attention"] * 3, "full_attention"]
+    layout = {"layer_types": types, "sliding_window": 16, "n_group": 1, "topk_group": 1}
+    config = hf.AutoConfig.for_model("beam", **SHAPE, **experts, **layout)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+        assert [layer.position for layer in probe(model)] == ["rope", "rope", "rope", "none"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import io
 import re
 from collections.abc import Iterable, Iterator
@@ -33,12 +32,14 @@ from farspan.attention.model_facts import config_train_length, required_attentio
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.custom_code import import_code, resolve_reference
-from farspan.data.tokens import check_tokenizer, tokenizer_files
+from farspan.data.tokens import DECISION, add_begin_of_text, check_tokenizer, tokenizer_files
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json, weight_files
+from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.progress import Progress, silent
 
 BASE = "base"  # the subfolder of a patch folder that may hold its base model
 USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
@@ -62,6 +63,7 @@ class LoadOptions(TypedDict, total=False):
     device: str | torch.device | None
     attn_implementation: str | None
     trust_remote_code: bool
+    progress: Progress
 
 
 @renamed_arguments(source="model", attention="attn_implementation")
@@ -73,6 +75,7 @@ def load(
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    progress: Progress = silent,
 ) -> LoadedModel:
     """Load a model in evaluation mode, with its tokenizer.
 
@@ -95,9 +98,10 @@ def load(
             device=device,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            progress=progress,
         )
     if Path(source).suffix == ".gguf":
-        return _load_gguf(Path(source), dtype, device)
+        return _load_gguf(Path(source), dtype, device, progress)
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
     _check_weights(source)
     dtype = dtype or _supported_dtype(getattr(config, "dtype", None), device)
@@ -251,9 +255,7 @@ def find_train_length(source: str | Path, trust_remote_code: bool = False) -> in
     file = Path(source)
     if file.suffix != ".gguf":
         return config_train_length(load_config(source, trust_remote_code=trust_remote_code))
-    _check_gguf(file)
-    with quiet(), _readable(file, USE_CHECKPOINT):
-        return config_train_length(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+    return config_train_length(load_gguf_config(file))
 
 
 def find_patch(source: str | Path) -> Patch | None:
@@ -396,17 +398,37 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
     return FarspanConfig(**{**values, "position": position, "rope_parameters": rope})
 
 
+def load_gguf_config(file: Path) -> PreTrainedConfig:
+    """The config in the header of a llama.cpp model."""
+    header = without_vocabulary(_check_gguf(file))
+    with quiet(), _readable(file, USE_CHECKPOINT), fast_gguf(file, header):
+        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+
+
 def _load_gguf(
-    file: Path, dtype: torch.dtype | str | None, device: str | torch.device | None
+    file: Path,
+    dtype: torch.dtype | str | None,
+    device: str | torch.device | None,
+    progress: Progress,
 ) -> LoadedModel:
     """A llama.cpp model, its weights dequantized."""
-    _check_gguf(file)
+    header = _check_gguf(file)
     # Dequantizing shows a progress bar that no setting turns off.
     with quiet(), _readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=dtype or dequantized_dtype(device)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        with fast_gguf(file, without_vocabulary(header), progress):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                config=AutoConfig.from_pretrained(file.parent, gguf_file=file.name),
+                gguf_file=file.name,
+                dtype=dtype or dequantized_dtype(device),
+                ignore_mismatched_sizes=True,  # reported, and refused below
+                output_loading_info=True,
+            )
+        _check_report(file, model, report)
+        with fast_gguf(file, header):
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
+            add_begin_of_text(tokenizer, bool(adds.contents()))
     return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
 
 
@@ -430,36 +452,29 @@ def dequantized_dtype(device: str | torch.device | None) -> torch.dtype:
     return torch.float32 if torch.device(device or "cpu").type == "cpu" else torch.bfloat16
 
 
-def _check_gguf(file: Path) -> None:
-    """Refuse files that transformers would misread: it drops the rope scaling of most
-    architectures silently, and it reads no model without rotation."""
+def _check_gguf(file: Path) -> Any:
+    """The header of a file; refuse what transformers would misread.
+
+    It drops the rope scaling of most architectures silently, and it reads no model without
+    rotation.
+    """
     if not file.is_file():
         raise _MissingModelError(f"{file} does not exist; check the path")
-    if importlib.util.find_spec("gguf") is None:
-        raise FarspanError(
-            f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'"
-        )
-    from gguf import GGUFReader
-
-    try:
-        fields = GGUFReader(file).fields
-    except Exception as error:  # a damaged file fails anywhere in the reader
-        raise CorruptError(
-            f"{file} is damaged or no GGUF file ({first_line(error)}); download or export it again"
-        ) from None
-    for key, field in fields.items():
+    header = read_header(file)
+    for key, field in header.fields.items():
         scales_rope = key.endswith(".rope.scaling.type") and field.contents() != "none"
         if scales_rope and not key.startswith("gpt-oss."):
             raise FarspanError(
                 f"{file.name} scales its rotation ({field.contents()}), and transformers would "
                 f"ignore that; {USE_CHECKPOINT}"
             )
-    rotation = fields.get("granite.rope.scaling.finetuned")
+    rotation = header.fields.get("granite.rope.scaling.finetuned")
     if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
         raise FarspanError(
             f"{file.name} is a granite model without rotation, which llama.cpp supports and "
             f"transformers does not; {USE_CHECKPOINT}"
         )
+    return header
 
 
 def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
@@ -483,6 +498,8 @@ def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
     if half:
         for parameter in model.parameters():
             parameter.data = parameter.data.half()
+    if tokenizer is not None and patch.begin_of_text is not None:
+        setattr(tokenizer, DECISION, patch.begin_of_text)
     return LoadedModel(model, tokenizer)
 
 

@@ -62,6 +62,8 @@ class Patch:
     name: str = ""  # the path or Hub id of the base model
     position: str | None = None  # the position encoding it was loaded with, if not its config's
     label: str = ""  # the user's name for the base model, if `name` is a local path
+    # Whether texts begin with a begin-of-text token; None: as the metadata of the base say.
+    begin_of_text: bool | None = None
 
     def then(self, later: Patch) -> Patch:
         """Both patches as one, this one first: yarn.then(headscale) is yarn+headscale."""
@@ -78,6 +80,9 @@ class Patch:
             rope=later.rope if later.rope is not None else self.rope,
             weights={**(self.weights or {}), **(later.weights or {})} or None,
             layout=later.layout if self.layout is None else self.layout.then(later.layout),
+            begin_of_text=self.begin_of_text
+            if later.begin_of_text is None
+            else later.begin_of_text,
         )
 
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -178,6 +183,8 @@ class Patch:
             description["layout"] = self.layout.to_json()
         if self.weights is not None:
             description["weights"] = sorted(self.weights)
+        if self.begin_of_text is not None:  # older releases ignore it, as they do for any model
+            description["begin_of_text"] = self.begin_of_text
         return description
 
     def _format(self) -> int:
@@ -211,6 +218,8 @@ class Patch:
         base, target = record["model"], _positive_int(record, "target")
         if not isinstance(base.get("position"), str | None):
             raise TypeError(f"position is {base['position']!r}")
+        if not isinstance(record.get("begin_of_text"), bool | None):
+            raise TypeError(f"begin_of_text is {record['begin_of_text']!r}")
         return cls(
             str(record["method"]),
             str(base["sha256"]),
@@ -225,6 +234,7 @@ class Patch:
             str(base["name"]),
             base.get("position"),
             str(base.get("label", "")),
+            record.get("begin_of_text"),
         )
 
 

@@ -1,9 +1,10 @@
 """The position encoding of each layer, found by running the model instead of trusting its config.
 
 The model runs twice over the same tokens, with position ids in forward and then in reverse order.
-In the second run every attention module receives the hidden states of the first. If the queries or
-keys of a layer still change, its position encoding is rotary. If the input of the first layer
-changes, positions are added to the embeddings. This works for any model family.
+In the second run every attention module receives the hidden states of the first. If the keys of a
+layer still change, or the directions of its queries, its position encoding is rotary. If queries
+change in length only, that is a temperature by position. If the input of the first layer changes,
+positions are added to the embeddings. This works for any model family.
 
 What the seam adds is observed too. Rotation that a layout adds goes by the order of the keys, so
 these layers receive their hidden states in reverse order. A window that a layout sets is observed
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
@@ -149,7 +151,7 @@ def _encoding(call: seam.Call, other: seam.Call, turned: seam.Call, takes_positi
     pairs = ((call.q, other.q), (call.k, other.k))
     if not all(torch.isfinite(tensor).all() and tensor.any() for pair in pairs for tensor in pair):
         return "unknown"  # NaN, infinity or all zeros show no change
-    if any(_changed(*pair) for pair in pairs):
+    if _changed(call.k, other.k) or _turned(call.q, other.q):
         return "rope"
     if seam.adds_rotation(call.module) and _changed(call.q, turned.q.flip(2)):
         return "rope"
@@ -165,6 +167,13 @@ def _encoding(call: seam.Call, other: seam.Call, turned: seam.Call, takes_positi
     steps = distance.diff(dim=-1)
     linear = torch.allclose(steps, steps[:, :1].expand_as(steps)) and bool(steps.abs().max() > 0)
     return "alibi" if linear else "t5"
+
+
+def _turned(first: Tensor, second: Tensor) -> bool:
+    """Whether vectors point elsewhere; rounding after a change of length turns them a little."""
+    precision = torch.finfo(first.dtype).eps
+    change = (normalize(first.float(), dim=-1) - normalize(second.float(), dim=-1)).abs().max()
+    return bool(change > max(MIN_CHANGE, 4 * precision))
 
 
 def _changed(first: Tensor, second: Tensor) -> bool:

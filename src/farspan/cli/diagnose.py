@@ -9,9 +9,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from farspan.cli.console import console, make_table, print_json, print_saved, required_width
+from farspan.cli.console import console, make_table, note, print_json, print_saved, required_width
 from farspan.cli.options import (
     AsJson,
+    Bos,
     Device,
     Models,
     OutFolder,
@@ -61,6 +62,7 @@ def diagnose_command(
     as_json: AsJson = False,
     train_length: TrainLength = None,
     position: Position = None,
+    bos: Bos = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show where and why a model fails at long contexts.
@@ -85,10 +87,12 @@ def diagnose_command(
             windows=windows,
             train_length=train_length,
             position=position,
+            bos=bos,
             out=out,
             device=device,
             trust_remote_code=trust_remote_code,
             progress=progress,
+            say=note,
         )
     if as_json:
         records = [diagnosis.to_json() for diagnosis in diagnoses]

@@ -24,6 +24,7 @@ from farspan.cli.console import (
 )
 from farspan.cli.options import (
     AsJson,
+    Bos,
     Device,
     Model,
     Position,
@@ -159,6 +160,7 @@ def eval_command(
     beams: Beams = None,
     limit: Limit = None,
     position: Position = None,
+    bos: Bos = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Evaluate a model: perplexity, passkeys, needles, LongBench or commonsense, by length.
@@ -187,6 +189,7 @@ def eval_command(
             limit=limit,
             seed=seed,
             position=position,
+            bos=bos,
             device=device,
             trust_remote_code=trust_remote_code,
             progress=progress,

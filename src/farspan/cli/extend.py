@@ -21,6 +21,7 @@ from farspan.cli.console import (
 )
 from farspan.cli.options import (
     AsJson,
+    Bos,
     Device,
     DryRun,
     Model,
@@ -77,6 +78,7 @@ def extend_command(
     as_json: AsJson = False,
     train_length: TrainLength = None,
     position: Position = None,
+    bos: Bos = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Extend the context of a model: fit a method and write a patch.
@@ -93,6 +95,7 @@ def extend_command(
         "overrides": overrides or [],
         "train_length": train_length,
         "position": position,
+        "bos": bos,
         "device": device,
         "trust_remote_code": trust_remote_code,
     }

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from farspan.cli.options import Device, Model, Position, TrustRemoteCode
+from farspan.cli.console import note
+from farspan.cli.options import Bos, Device, Model, Position, TrustRemoteCode
 from farspan.errors import FarspanError
 
 
@@ -30,6 +31,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the sampling.")] = 0,
     device: Device = None,
     position: Position = None,
+    bos: Bos = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continue a prompt; the text is printed as it is generated."""
@@ -47,8 +49,10 @@ def generate_command(
         temperature=temperature,
         seed=seed,
         position=position,
+        bos=bos,
         device=device,
         trust_remote_code=trust_remote_code,
+        say=note,
     )
     for piece in pieces:
         sys.stdout.write(piece)

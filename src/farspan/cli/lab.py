@@ -25,6 +25,7 @@ from farspan.cli.console import (
 from farspan.cli.options import (
     MODEL_KINDS,
     AsJson,
+    Bos,
     Command,
     Device,
     DryRun,
@@ -225,6 +226,7 @@ def distance_command(
     device: Device = None,
     trust_remote_code: TrustLabCode = False,
     as_json: AsJson = False,
+    bos: Bos = "auto",
 ) -> None:
     """Compare the attention of models: distance between their heads, layer by layer.
 
@@ -246,9 +248,11 @@ def distance_command(
             windows=windows,
             rule="legacy" if legacy else "jsd",
             minimum=minimum,
+            bos=bos,
             device=device,
             trust_remote_code=trust_remote_code,
             progress=progress,
+            say=note,
         )
     show_comparison(comparison, as_json)
     if out is not None and not as_json:
@@ -276,6 +280,7 @@ def theorems_command(
     out: OutFolder = None,
     device: Device = None,
     trust_remote_code: TrustLabCode = False,
+    bos: Bos = "auto",
 ) -> None:
     """Check how a model without position encoding can know positions (theorems of Kazemnejad 2023).
 
@@ -289,8 +294,10 @@ def theorems_command(
         out,
         length=length,
         windows=windows,
+        bos=bos,
         device=device,
         trust_remote_code=trust_remote_code,
+        say=note,
     )
     show_theorems(analysis, length)
     if out is not None:

@@ -82,6 +82,15 @@ Position = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+Bos = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Begin-of-text token in front of every text: yes, no, or auto (by the tokenizer or "
+        ".gguf file; where they do not say, by the loss with and without it).",
+        rich_help_panel=LOADING,
+    ),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(

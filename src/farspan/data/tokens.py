@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"  # the bos, eos and pad token
+DECISION = "begins_texts"  # attribute of a tokenizer: whether texts begin with its token
 MIN_VOCABULARY = 257  # every byte, and END
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -82,6 +83,22 @@ def fingerprint(tokenizer: Any) -> str:
         rules.pop("padding", None)
         rules.pop("truncation", None)
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
+def adds_begin_of_text(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself begins a text with its begin-of-text token."""
+    token = tokenizer.bos_token_id
+    return token is not None and tokenizer("", verbose=False)["input_ids"][:1] == [token]
+
+
+def add_begin_of_text(tokenizer: Any, adds: bool) -> None:
+    """Make a tokenizer begin every text with its begin-of-text token, or not.
+
+    Its rules stay untouched where it does so already.
+    """
+    tokenizer.init_kwargs["add_bos_token"] = adds
+    if tokenizer.bos_token_id is not None and adds_begin_of_text(tokenizer) != adds:
+        tokenizer.add_bos_token = adds
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

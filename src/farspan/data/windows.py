@@ -33,6 +33,10 @@ class Windows:
     used: tuple[dict[str, Any], ...]  # document, tokens that were read, start of each window
     skipped: tuple[dict[str, Any], ...]  # document, its tokens, why
 
+    def starting_with(self, tokens: Sequence[int]) -> Windows:
+        """These windows with tokens in front of each."""
+        return replace(self, ids=prepend(self.ids, tokens))
+
     def describe(self) -> dict[str, Any]:
         return {
             "windows": len(self.ids),
@@ -42,6 +46,12 @@ class Windows:
         }
 
 
+def prepend(rows: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Rows [B, T] with the same tokens in front of each."""
+    front = torch.tensor(tokens, dtype=rows.dtype, device=rows.device)
+    return torch.cat((front.expand(len(rows), -1), rows), 1) if len(front) else rows
+
+
 def cut_windows(
     documents: Iterable[Document],
     tokenizer: Any,
@@ -49,13 +59,16 @@ def cut_windows(
     limit: int,
     *,
     join_short: bool = False,
+    begin: Sequence[int] = (),
 ) -> Windows:
     """Up to `limit` windows of `length` tokens: the first of every document, then the second, etc.
 
+    begin: tokens in front of every window, which count in its length.
     Documents shorter than a window are joined, or skipped and listed; if nothing is long enough,
     that is an error. Long documents are tokenized only as far as the windows need, so that a few
     windows from many books are fast.
     """
+    length -= len(begin)
     reader = _LongDocuments(tokenizer, length, join_short)
     readings, skipped = reader.read(documents, limit), reader.skipped
     turns = 1
@@ -65,7 +78,7 @@ def cut_windows(
         turns *= 2
         _read_tokens(readings, tokenizer, turns * length)
     spans = tuple(_Span(reading.name, reading.ids, 0) for reading in readings)
-    return _cut(spans, skipped, length, limit)
+    return _cut(spans, skipped, length, limit).starting_with(begin)
 
 
 def split_windows(
@@ -75,6 +88,7 @@ def split_windows(
     limits: Mapping[str, int],
     *,
     join_short: str | None = None,
+    begin: Sequence[int] = (),
 ) -> dict[str, Windows]:
     """Windows for several named splits of one corpus; no two splits share a token.
 
@@ -82,6 +96,7 @@ def split_windows(
     document is cut into one span per split, as long as the split needs; the splits that need most
     tokens share what is left. Documents that are too short are joined for the split `join_short`.
     """
+    lengths = {name: length - len(begin) for name, length in lengths.items()}
     needed = {name: lengths[name] * limits[name] for name in lengths}
     reader = _LongDocuments(tokenizer, max(lengths.values()), join_short is not None)
     readings, skipped = reader.read(documents, sum(limits.values())), reader.skipped
@@ -94,9 +109,7 @@ def split_windows(
     if len(whole) >= 3 * len(lengths):
         for number, name in enumerate(lengths):
             spans[name] += whole[number :: len(lengths)]
-        return {
-            name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]) for name in lengths
-        }
+        return _cut_splits(spans, skipped, lengths, limits, begin)
     for span in whole:
         for name, start, size in _split_document(len(span.ids), lengths, needed):
             spans[name].append(replace(span, ids=span.ids[start : start + size], start=start))
@@ -107,8 +120,19 @@ def split_windows(
             f"none of them take at least {sum(lengths.values())}; "
             "use longer text, or a shorter target"
         )
+    return _cut_splits(spans, skipped, lengths, limits, begin)
+
+
+def _cut_splits(
+    spans: Mapping[str, list[_Span]],
+    skipped: tuple[dict[str, Any], ...],
+    lengths: Mapping[str, int],
+    limits: Mapping[str, int],
+    begin: Sequence[int],
+) -> dict[str, Windows]:
     return {
-        name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]) for name in lengths
+        name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]).starting_with(begin)
+        for name in lengths
     }
 
 

@@ -23,11 +23,13 @@ from typing import Any
 from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import out_of_memory
 from farspan.data.jsonlines import read_rows
+from farspan.data.tokens import add_begin_of_text
 from farspan.errors import CorruptError, FarspanError, first_line, suggest
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
 from farspan.hub import unavailable_reason
+from farspan.train.metadata import begin_of_text
 
 NAME = "commonsense"
 INSTALL = "pip install 'farspan[harness]'"
@@ -183,7 +185,9 @@ class Commonsense:
             task = self._task(cell.task, Path(folder))
             reset_dynamic_rope(model)
             # a copy, since the harness may add a padding token
-            harness = _harness(model, copy.deepcopy(tokenizer), cell.length, batch)
+            harness_tokenizer = copy.deepcopy(tokenizer)
+            add_begin_of_text(harness_tokenizer, bool(begin_of_text(tokenizer)))
+            harness = _harness(model, harness_tokenizer, cell.length, batch)
             items = _evaluate(harness, task, self.limit)
         tokens = iter(harness.tokens)
         samples = []

@@ -12,7 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.patch import reset_dynamic_rope
+from farspan.data.tokens import adds_begin_of_text
 from farspan.loading import quiet
+from farspan.train.metadata import begin_of_text
 
 
 @torch.no_grad()
@@ -44,6 +46,14 @@ def generate_tokens(
             **seam.cache_options(model),
         )
     return [_cut_at_end(row, end_ids) for row in generated[:, prompts.shape[1] :].tolist()]
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """A prompt as the tokenizer encodes it, with a begin-of-text token if the model expects one."""
+    begin, ids = begin_of_text(tokenizer), tokenizer(text, verbose=False)["input_ids"]
+    if adds_begin_of_text(tokenizer):
+        ids = ids[1:]
+    return ids if begin and ids[:1] == begin else [*begin, *ids]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:

@@ -20,7 +20,7 @@ from farspan.batching import run_in_batches
 from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
-from farspan.evals.decoding import end_tokens, generate_tokens
+from farspan.evals.decoding import encode_prompt, end_tokens, generate_tokens
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, bootstrap
 from farspan.files import check_unpacked, sha256_of
@@ -144,7 +144,7 @@ class LongBench:
             end_ids = [*end_ids, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
         room = cell.length - answer_tokens
         prompts = [
-            truncate_middle(tokenizer(prompt.text, verbose=False)["input_ids"], room)
+            truncate_middle(encode_prompt(tokenizer, prompt.text), room)
             for prompt in collection.prompts
         ]
         generated = batches_by_length(

@@ -14,6 +14,10 @@ its tokens has between L − S and L − 1 tokens of context (Press et al.). The
   its tokens, each later one its new tokens. Windows have equal weight, however many tokens they
   score.
 
+Windows of `same` begin with the model's begin-of-text token, if it was trained with one. It takes
+the place of the first token, so the scored tokens are the same for every model. `paper-a` never has
+one, `yarn` always.
+
 Documents too short for a single window are skipped and counted.
 """
 
@@ -36,6 +40,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
+from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.evals.longppl import Contrast, key_windows
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, bootstrap
@@ -98,7 +103,7 @@ class Perplexity:
     Without a `budget` of scored tokens the modes same and paper-a use that of Wang 2024, and yarn
     scores everything. `windows` limits their number, drawn by the seed. `batch` is the number of
     windows per batch on a GPU. With a `contrast`, samples also hold the loss of every scored token,
-    and LongPPL is scored.
+    and LongPPL is scored. `begin` is the begin-of-text token of the model, if it expects one.
     """
 
     texts: tuple[Text, ...]
@@ -110,6 +115,7 @@ class Perplexity:
     seed: int = 0
     batch: int | None = None
     contrast: Contrast | None = None
+    begin: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -144,6 +150,8 @@ class Perplexity:
                 settings["longest"] = max(self.lengths)
             if self.contrast:  # else the key of a cell is that of earlier versions
                 settings["token_losses"] = True
+            begin = {"begin of text": list(self.begin)} if self._begin_tokens else {}  # likewise
+            settings |= begin
             for length in self.lengths:
                 windows = len(self.plans[text.name, length])
                 size = min(64, max(8, GPU_BATCH_TOKENS // length))  # whole batches
@@ -156,7 +164,7 @@ class Perplexity:
                     part = {**settings, "first": first, "count": size}
                     cells.append(EvalCell(NAME, text.name, length, part))
             if self.mode == "same":
-                curve = {"sha256": text.sha256, "seed": self.seed, "curve": CURVE_WINDOWS}
+                curve = {"sha256": text.sha256, "seed": self.seed, "curve": CURVE_WINDOWS} | begin
                 cells.append(EvalCell(NAME, text.name, max(self.lengths), curve))
         return cells
 
@@ -175,7 +183,7 @@ class Perplexity:
             return list(self._position_losses(text, cell.length, model))
         first, count = cell.settings["first"], cell.settings["count"]
         windows = self.plans[text.name, cell.length][first : first + count]
-        losses = self._window_losses(model, text, windows, self._start_token(tokenizer))
+        losses = self._window_losses(model, text, windows, self._first_tokens(tokenizer))
         samples = [
             self._sample(text, cell.length, window, float(row.sum()))
             for window, row in zip(windows, losses, strict=True)
@@ -216,7 +224,12 @@ class Perplexity:
             ]
             kept = _draw(blocks, self._block_limit(len(blocks)), (self.seed, 0))
             return [
-                Window(block.document, block.end - length, block.end, block.scored)
+                Window(
+                    block.document,
+                    block.end - length + self._begin_tokens,
+                    block.end,
+                    block.scored,
+                )
                 for block in kept
             ]
         walk = self._walk_paper_a if self.mode == "paper-a" else self._walk_yarn
@@ -257,18 +270,24 @@ class Perplexity:
             if end == tokens:
                 return
 
-    def _start_token(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    @property
+    def _begin_tokens(self) -> int:
+        """How many of the L tokens of a window of `same` are not of the text."""
+        return len(self.begin) if self.mode == "same" else 0
+
+    def _first_tokens(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """The tokens in front of every window."""
         if self.mode != "yarn":
-            return None
+            return self.begin if self._begin_tokens else ()
         if tokenizer.bos_token_id is None:
             raise FarspanError(
                 "the mode yarn starts every window with a begin-of-text token, and this tokenizer "
                 "has none; choose the mode same or paper-a"
             )
-        return tokenizer.bos_token_id
+        return (tokenizer.bos_token_id,)
 
     def _window_losses(
-        self, model: PreTrainedModel, text: Text, windows: Sequence[Window], start: int | None
+        self, model: PreTrainedModel, text: Text, windows: Sequence[Window], first: tuple[int, ...]
     ) -> list[Tensor]:
         """The losses of each window's scored tokens. Windows of one shape are batched."""
         scored: list[Tensor] = [torch.empty(0)] * len(windows)
@@ -282,9 +301,7 @@ class Perplexity:
             rows = torch.stack(
                 [text.ids[windows[n].document][windows[n].start : windows[n].end] for n in numbers]
             ).long()
-            if start is not None:
-                rows = torch.cat((torch.full((len(rows), 1), start), rows), 1)
-            losses = self._row_losses(model, rows, count)
+            losses = self._row_losses(model, prepend(rows, first), count)
             for number, row in zip(numbers, losses, strict=True):
                 scored[number] = row[count - windows[number].scored :]
         return scored
@@ -347,14 +364,15 @@ class Perplexity:
     def _position_losses(self, text: Text, length: int, model: PreTrainedModel) -> Iterator[Sample]:
         """Loss by position: all tokens of a few full windows, averaged in bins."""
         candidates = [
-            Window(number, start, start + length, length - 1)
+            Window(number, start + self._begin_tokens, start + length, length - 1)
             for number, ids in enumerate(text.ids)
             for start in range(0, len(ids) - length + 1, length)
         ]
         edges = np.unique(np.linspace(0, length - 1, CURVE_BINS + 1).round().astype(int))
         for window in _draw(candidates, CURVE_WINDOWS, (self.seed, 1)):
             reset_dynamic_rope(model)
-            ids = text.ids[window.document][window.start : window.end].long()[None].to(model.device)
+            ids = text.ids[window.document][window.start : window.end].long()[None]
+            ids = prepend(ids, self.begin if self._begin_tokens else ()).to(model.device)
             with torch.compiler.set_stance("force_eager"):  # too few windows to compile for
                 losses = token_losses(model, ids)[0].double().cpu().numpy()
             means = np.add.reduceat(losses, edges[:-1]) / np.diff(edges)

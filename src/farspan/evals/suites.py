@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
 from farspan.evals.commonsense import Commonsense
@@ -19,6 +20,7 @@ from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
 from farspan.evals.scores import Eval
 from farspan.lengths import doublings
+from farspan.train.metadata import begin_of_text
 
 DEFAULT_TEXT = "python-docs/score"
 QUICK_WINDOWS = 32
@@ -56,7 +58,8 @@ class EvalConfig:
     def with_settings(self, settings: Mapping[str, Any]) -> EvalConfig:
         """This config with some fields replaced by keyword arguments."""
         names = [each.name for each in fields(EvalConfig)]
-        parameters = ["baseline", "gate", "config", "position", "device", "trust_remote_code"]
+        parameters = ["baseline", "gate", "config", "position", "bos", "device"]
+        parameters.append("trust_remote_code")
         for name in settings:
             if name not in names:
                 hint = suggest(name, names + parameters)
@@ -108,6 +111,7 @@ class EvalModel:
     max_positions: int | None  # the rows of a learned position table
     passkeys_in_training: str  # "yes", "no" or "unknown"
     identity: Mapping[str, str]  # everything of it that a result depends on
+    begin: BeginOfText = UNDECIDED  # of its texts
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         if self.max_positions is not None and max(lengths) > self.max_positions:
@@ -164,6 +168,7 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
             config.windows or windows,
             config.seed,
             contrast=plan.evaluator.contrast(lengths) if plan.evaluator else None,
+            begin=tuple(begin_of_text(model.tokenizer)),
         )
 
     return build

@@ -27,6 +27,7 @@ from transformers import (
 
 from farspan.errors import FarspanError, ProofError
 from farspan.model.config import SLIDING
+from farspan.train.metadata import begin_of_text
 
 FILE = "model.gguf"
 WAY_OUT = "use --format stock, or keep the patch live (--format live)"
@@ -245,7 +246,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         "ggml.tokens": tokens,
         "ggml.token_type": types,
         "ggml.merges": [" ".join(pair) for pair in pairs],
-        "ggml.add_bos_token": tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id,
+        "ggml.add_bos_token": bool(begin_of_text(tokenizer)),
         "ggml.add_space_prefix": False,
     }
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):

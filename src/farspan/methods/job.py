@@ -20,6 +20,7 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.batching import run_in_batches
+from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
@@ -50,6 +51,7 @@ class FitJob:
     seed: int = 0
     folder: Path | None = None  # for checkpoints
     tokenizer: Any = None
+    begin: tuple[int, ...] = ()  # begin-of-text token in front of every window, if any
     details: dict[str, Any] = field(default_factory=dict)  # what methods add to the record
     progress: Progress = silent
 
@@ -94,8 +96,9 @@ class FitJob:
             numbers = range(first, first + per_process)
             windows = self.search[[self._window_index(number) for number in numbers]]
             if change_row is not None:
-                pairs = zip(windows, numbers, strict=True)
-                windows = torch.stack([change_row(window, number) for window, number in pairs])
+                pairs = zip(windows[:, len(self.begin) :], numbers, strict=True)
+                texts = torch.stack([change_row(text, number) for text, number in pairs])
+                windows = prepend(texts, self.begin)
             return list(windows.to(device).split(rows))
 
         return batches_of_step
@@ -106,8 +109,10 @@ class FitJob:
 
     def with_windows(self, length: int) -> FitJob:
         """The job with its search windows cut into windows of `length` tokens."""
-        count = self.search.shape[1] // length
-        return replace(self, search=self.search[:, : count * length].reshape(-1, length))
+        text, size = self.search[:, len(self.begin) :], length - len(self.begin)
+        count = text.shape[1] // size
+        rows = text[:, : count * size].reshape(-1, size)
+        return replace(self, search=prepend(rows, self.begin))
 
     @contextmanager
     def checkpoint_dir(self, name: str) -> Iterator[Path]:

@@ -59,13 +59,19 @@ def last_losses(model: PreTrainedModel, ids: Tensor, count: int, *, budget: int 
 
 
 def losses_by_context(
-    model: PreTrainedModel, windows: Tensor, contexts: Sequence[int], count: int
+    model: PreTrainedModel, windows: Tensor, contexts: Sequence[int], count: int, begin: int = 0
 ) -> dict[int, list[float]]:
-    """The mean loss of the last `count` tokens of each window, by the length of their context."""
+    """The mean loss of the last `count` tokens of each window, by the length of their context.
+
+    begin: the number of tokens in front of each window that stay in front of every context.
+    """
+
+    def shortened(row: Tensor, context: int) -> Tensor:
+        return torch.cat((row[:begin], row[begin - context :]))[None].to(model.device)
+
     return {
         context: [
-            float(last_losses(model, row[None, -context:].to(model.device), count).mean())
-            for row in windows
+            float(last_losses(model, shortened(row, context), count).mean()) for row in windows
         ]
         for context in contexts
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from farspan.data.tokens import DECISION, adds_begin_of_text
 from farspan.errors import CorruptError
 from farspan.files import read_json, write_json
 
@@ -32,17 +33,35 @@ def trained_with_passkeys(folder: Path) -> bool | None:
 def begin_of_text(tokenizer: Any) -> list[int]:
     """The begin-of-text token that a model expects before a text; empty if it expects none.
 
-    Of a model that farspan trained, training.json beside the tokenizer decides: rows of a mixture
-    have no such token, whatever the tokenizer adds. Of any other model the tokenizer decides, by
-    how it encodes an empty text (transformers applies `add_bos_token` of its config there).
+    A command decides it once, for a loaded model (begin_of_text.py); else the metadata decide.
     """
     if tokenizer.bos_token_id is None:
         return []
-    expected = _read(Path(getattr(tokenizer, "name_or_path", "") or "")).get("begin_of_text")
-    if not isinstance(expected, bool):
-        first = tokenizer("", verbose=False)["input_ids"][:1]
-        expected = first == [tokenizer.bos_token_id]
+    expected = getattr(tokenizer, DECISION, None)
+    if expected is None:
+        expected = stated_begin_of_text(tokenizer)[0]
     return [tokenizer.bos_token_id] if expected else []
+
+
+def stated_begin_of_text(tokenizer: Any) -> tuple[bool | None, str]:
+    """Whether texts began with a begin-of-text token in training, and what says so.
+
+    Of a model that farspan trained, training.json beside the tokenizer decides: rows of a mixture
+    have no such token, whatever the tokenizer adds. Of any other model the tokenizer decides: by
+    how it encodes a text, or by `add_bos_token` of its config or .gguf file. None: all are silent.
+    """
+    if tokenizer.bos_token_id is None:
+        return False, "its tokenizer has no begin-of-text token"
+    facts = _read(Path(getattr(tokenizer, "name_or_path", "") or ""))
+    if isinstance(facts.get("begin_of_text"), bool):
+        return facts["begin_of_text"], f"{FILE} says so"
+    if adds_begin_of_text(tokenizer):
+        return True, "its tokenizer adds it"
+    if isinstance(setting := getattr(tokenizer, "init_kwargs", {}).get("add_bos_token"), bool):
+        return setting, f"add_bos_token of its tokenizer is {str(setting).lower()}"
+    if "passkey_documents" in facts:
+        return False, "farspan trained it on rows without one"
+    return None, "its tokenizer does not say"
 
 
 def _read(folder: Path) -> dict[str, Any]:

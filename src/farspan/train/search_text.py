@@ -85,19 +85,21 @@ def search_text(
     seed: int = 0,
     packed: bool = True,
     folder: str = "",
+    begin: Sequence[int] = (),
     progress: Progress = silent,
 ) -> Windows:
     """Windows of one text, or rows of a mixture.
 
+    begin: tokens in front of every window, which count in its length.
     packed: documents that are shorter than a window are joined; a mixture says itself whether its
         windows lie inside one document.
     """
     if not is_mixture(source):
         documents = read_documents(source)
-        return cut_windows(documents, tokenizer, length, limit, join_short=packed)
+        return cut_windows(documents, tokenizer, length, limit, join_short=packed, begin=begin)
     data = read_mixture(source, folder)
     packed_data = _pack(data, tokenizer, length, seed, train_length, progress)
-    return _rows(packed_data, 0, limit, length)
+    return _rows(packed_data, 0, limit, length, begin)
 
 
 def split_text(
@@ -109,6 +111,7 @@ def split_text(
     *,
     seed: int = 0,
     packed: bool = True,
+    begin: Sequence[int] = (),
     progress: Progress = silent,
 ) -> dict[str, Windows]:
     """Windows for the splits of one text or mixture; no two splits share a token.
@@ -117,7 +120,8 @@ def split_text(
     """
     if not is_mixture(source):
         join = SEARCH if packed else None
-        return split_windows(read_documents(source), tokenizer, lengths, limits, join_short=join)
+        documents = read_documents(source)
+        return split_windows(documents, tokenizer, lengths, limits, join_short=join, begin=begin)
     data, longest, total = read_mixture(source), max(lengths.values()), sum(limits.values())
     rows = _pack(data, tokenizer, longest, seed, train_length, progress)
     plain = _pack(replace(data, passkey=0.0), tokenizer, longest, seed, train_length, progress)
@@ -128,9 +132,9 @@ def split_text(
             f"{source} has {available} different windows of {longest} tokens, and the splits take "
             f"at least {total - limits[SEARCH] + 1}; use more text, or a shorter target"
         )
-    splits = {SEARCH: _rows(rows, 0, start, lengths[SEARCH])}
+    splits = {SEARCH: _rows(rows, 0, start, lengths[SEARCH], begin)}
     for name in [name for name in lengths if name != SEARCH]:
-        splits[name] = _rows(plain, start, limits[name], lengths[name])
+        splits[name] = _rows(plain, start, limits[name], lengths[name], begin)
         start += limits[name]
     return splits
 
@@ -149,7 +153,7 @@ def _pack(
     )
 
 
-def _rows(data: TrainingData, start: int, count: int, length: int) -> Windows:
-    ids = data.mixture.rows(start, count)[:, :length]
+def _rows(data: TrainingData, start: int, count: int, length: int, begin: Sequence[int]) -> Windows:
+    ids = data.mixture.rows(start, count)[:, : length - len(begin)]
     used: Sequence[dict] = [{"source": name, **facts} for name, facts in data.summary.items()]
-    return Windows(ids, tuple(used), ())
+    return Windows(ids, tuple(used), ()).starting_with(begin)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import check_losses
@@ -35,7 +36,7 @@ from farspan.lab.theorems import (
     read_positions,
 )
 from farspan.lab.tokenizer import WordTokenizer
-from farspan.loading import check_source, load, load_with_tokenizer, resolve_device
+from farspan.loading import check_source, load, resolve_device
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
 from farspan.record import write_record
@@ -56,9 +57,11 @@ def compare_attention(
     windows: int = 4,
     rule: str = "jsd",
     minimum: str = "sample",
+    bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
 ) -> AttentionComparison:
     """Compare the attention of models on text, or on examples of a lab task.
 
@@ -70,7 +73,10 @@ def compare_attention(
     task: for models of the lab: read examples of this task, of these `lengths` and with this
         `scratchpad`, instead of text; RECIPE.toml:TASK for a task of a recipe's own.
     minimum: the nearest heads: "sample", of each window or example, or "mean", of all together.
+    bos: whether windows begin with a begin-of-text token: yes, no, or auto, by the models'
+        metadata, and where they are silent by their loss.
     """
+    check_choice(bos)
     _check_options(rule, minimum, task, lengths, scratchpad, data, length)
     if out is not None:
         check_absent(out)
@@ -82,10 +88,14 @@ def compare_attention(
         batches, starts = _example_batches(lab_task, words, lengths, windows, scratchpad)
         loaded = _load_lab_models(models, device, words, trust_remote_code)
     else:
-        source = {"data": data, "length": length}
-        loaded, tokenizer = _load_with_shared_tokenizer(models, device, trust_remote_code)
-        batches = list(cut_windows(read_documents(data), tokenizer, length, windows).ids.split(1))
-        starts = None
+        loaded, tokenizer, begin = _load_with_shared_tokenizer(
+            models, bos, device, trust_remote_code
+        )
+        source = {"data": data, "length": length, "begin_of_text": begin.to_json()}
+        for note in begin.notes:
+            say(note)
+        cut = cut_windows(read_documents(data), tokenizer, length, windows, begin=begin.ids)
+        batches, starts = list(cut.ids.split(1)), None
     advance = progress("compare", 3 * len(models) + 1)
     names = model_names(models)
     comparison = _compare_models(loaded, names, batches, starts, rule, minimum, advance)
@@ -160,21 +170,26 @@ def _load_lab_models(
 
 
 def _load_with_shared_tokenizer(
-    models: Sequence[str], device: str, trust_remote_code: bool
-) -> tuple[list[PreTrainedModel], Any]:
+    models: Sequence[str], bos: str, device: str, trust_remote_code: bool
+) -> tuple[list[PreTrainedModel], Any, BeginOfText]:
     """The models and their tokenizer, which must be the same: they read the same tokens."""
-    pairs = [
-        load_with_tokenizer(model, device=device, trust_remote_code=trust_remote_code)
+    all_loaded = [
+        load_with_begin_of_text(model, bos, device=device, trust_remote_code=trust_remote_code)
         for model in models
     ]
-    tokenizer = pairs[0][1]
-    for name, (_, other) in zip(models, pairs, strict=True):
+    _, tokenizer, begin = all_loaded[0]
+    for name, (_, other, other_begin) in zip(models, all_loaded, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
             raise FarspanError(
                 f"{name} and {models[0]} have different vocabularies, so they cannot read the same "
                 "tokens; choose models with the same tokenizer"
             )
-    return [model for model, _ in pairs], tokenizer
+        if other_begin.ids != begin.ids:
+            raise FarspanError(
+                f"only one of {name} and {models[0]} expects a begin-of-text token, so they cannot "
+                "read the same tokens; choose --bos yes or --bos no for both"
+            )
+    return [loaded.model for loaded in all_loaded], tokenizer, begin
 
 
 def _compare_models(
@@ -247,14 +262,20 @@ def theorems(
     *,
     length: int = 512,
     windows: int = 8,
+    bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> PositionAnalysis:
     """Prove Kazemnejad 2023's theorems by constructed weights, and read positions from models.
 
     The constructions are checked on texts of `length` tokens. The positions of tokens are read from
     the hidden states of each model by regression.
+
+    bos: whether windows begin with a begin-of-text token: yes, no, or auto, by each model's
+        metadata, and where they are silent by its loss.
     """
+    check_choice(bos)
     if out is not None:
         check_absent(out)
     device = resolve_device(device)
@@ -263,10 +284,12 @@ def theorems(
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
 
     def read(model: str, name: str) -> list[PositionReadout]:  # one model in memory at a time
-        loaded, tokenizer = load_with_tokenizer(
-            model, device=device, trust_remote_code=trust_remote_code
+        loaded, tokenizer, begin = load_with_begin_of_text(
+            model, bos, device=device, trust_remote_code=trust_remote_code
         )
-        ids = cut_windows(read_documents(data), tokenizer, length, windows).ids
+        for note in begin.notes:
+            say(f"{name}: {note}")
+        ids = cut_windows(read_documents(data), tokenizer, length, windows, begin=begin.ids).ids
         _check_finite(loaded, ids.split(1), name)
         return read_positions(loaded, ids)
 
@@ -279,6 +302,7 @@ def theorems(
             "models": list(models),
             "data": data,
             "windows": windows,
+            "bos": bos,
             "device": device,
         }
         _write_analysis(analysis, out, settings)

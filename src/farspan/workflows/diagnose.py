@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from farspan.attention.model_facts import config_train_length, probe_or_none
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
+from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
 from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.diagnosis.curves import check_losses, measure_curves
@@ -25,10 +26,11 @@ from farspan.diagnosis.verdict import assess
 from farspan.errors import FarspanError, first_line
 from farspan.files import check_absent, new_folder
 from farspan.loading import (
+    LoadOptions,
     check_source,
     find_patch,
     load_config,
-    load_with_tokenizer,
+    load_gguf_config,
     resolve_device,
 )
 from farspan.model.loss import token_losses
@@ -48,16 +50,20 @@ def diagnose(
     windows: int = 8,
     train_length: int | None = None,
     position: str | None = None,
+    bos: str = "auto",
     out: str | Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     rule: KneeRule | None = None,
     progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Diagnosis]:
     """One diagnosis per model or, with `scales`, per model and uniform scale.
 
     Each window is read once at the largest length; default: twice the longest train length.
     With `out`, a record and figures are written to that folder.
+    bos: whether windows begin with a begin-of-text token: yes, no, or auto, by each model's
+        metadata, and where they are silent by its loss.
 
     >>> farspan.diagnose("path/to/model", lengths=[512, 4096])[0].verdict
     """
@@ -66,6 +72,7 @@ def diagnose(
     lengths = lengths or default_lengths(sources, train_length, position, trust_remote_code)
     if min(lengths) < 2:
         raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; use 2 or more")
+    check_choice(bos)
     if out is not None:
         check_absent(Path(out))
     device = resolve_device(device)
@@ -76,11 +83,20 @@ def diagnose(
     text_read: dict[str, Any] = {}
     for source, name in zip(sources, model_names(sources), strict=True):
         loading = progress(f"{name}: load and read", 2)
-        subject = _load(source, name, position, device, trust_remote_code)
+        options: LoadOptions = {
+            "position": position,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "progress": progress,
+        }
+        subject = _Subject(source, name, *load_with_begin_of_text(source, bos, **options))
         loading()
-        cut = cut_windows(read_documents(data), subject.tokenizer, max(lengths), windows)
+        for note in subject.begin.notes:
+            say(f"{name}: {note}" if len(sources) > 1 else note)
+        documents, begin = read_documents(data), subject.begin.ids
+        cut = cut_windows(documents, subject.tokenizer, max(lengths), windows, begin=begin)
         loading()
-        text_read[str(source)] = cut.describe()
+        text_read[str(source)] = cut.describe() | {"begin_of_text": subject.begin.to_json()}
         diagnoses += _diagnose_model(subject, cut, scales, train_length, rule, progress)
         del subject  # hold one model at a time
     if out is not None:
@@ -117,11 +133,11 @@ def default_lengths(
 
 
 def _train_length(source: str | Path, position: str | None, trust_remote_code: bool) -> int | None:
-    """The train length of a model whose weights are not loaded; None for a .gguf file."""
+    """The train length of a model whose weights are not loaded."""
     if (patch := find_patch(source)) is not None:
         return patch.train_length
     if Path(source).suffix == ".gguf":
-        return None
+        return config_train_length(load_gguf_config(Path(source)))
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
     return config_train_length(config)
 
@@ -134,15 +150,7 @@ class _Subject:
     name: str
     model: PreTrainedModel
     tokenizer: Any
-
-
-def _load(
-    source: str | Path, name: str, position: str | None, device: str, trust_remote_code: bool
-) -> _Subject:
-    model, tokenizer = load_with_tokenizer(
-        source, position=position, device=device, trust_remote_code=trust_remote_code
-    )
-    return _Subject(source, name, model, tokenizer)
+    begin: BeginOfText  # of its windows
 
 
 def _diagnose_model(

@@ -22,8 +22,10 @@ from farspan.attention import seam
 from farspan.attention.model_facts import config_train_length, max_positions, probe_or_none
 from farspan.attention.patch import Patch
 from farspan.batching import out_of_memory
+from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
 from farspan.bundled import resolve_bundled
 from farspan.cells import Cells, cell_key, check_results_folder, compute_unclaimed, finish
+from farspan.data.tokens import adds_begin_of_text
 from farspan.data.tokens import fingerprint as tokenizer_fingerprint
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
@@ -52,7 +54,6 @@ from farspan.loading import (
     check_source,
     find_patch,
     find_train_length,
-    load_with_tokenizer,
     upcast_small_model,
 )
 from farspan.model.compile import compiled_layers
@@ -77,6 +78,7 @@ def evaluate(
     gate: Sequence[str] = (),
     config: EvalConfig | None = None,
     position: str | None = None,
+    bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -91,25 +93,26 @@ def evaluate(
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
         seed.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
+    bos: yes, no or auto: whether texts begin with a begin-of-text token.
 
     >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
     """
     state, config = processes(), (config or EvalConfig()).with_settings(settings)
-    run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say)
+    run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     if baseline is None:
         baseline = _default_baseline(model, run.gates)
     options: LoadOptions = {
         "position": position,
         "device": device or state.device,
         "trust_remote_code": trust_remote_code,
+        "progress": progress,
     }
     if baseline is not None:  # refused before the model is measured
         baseline_position = _position(baseline, model, position)
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
     if config.metric == LONGPPL:
-        evaluator = baseline or model
-        train_length = find_train_length(evaluator, trust_remote_code)
-        run = replace(run, evaluator=Evaluator(str(evaluator), train_length))
+        train_length = find_train_length(baseline or model, trust_remote_code)
+        run = replace(run, evaluator=Evaluator(str(baseline or model), train_length))
     options["position"] = _position(model, baseline, position)
     measured = [run.measure(model, options)]
     if baseline is not None:
@@ -129,6 +132,7 @@ class _Measurement:
     evaluations: Sequence[Eval]
     samples: list[list[Sample]]  # of each evaluation
     notes: tuple[str, ...]
+    begin: BeginOfText
 
     def scores(self, evaluator: _Measurement) -> tuple[Score, ...]:
         """The scores of every evaluation; LongPPL scores the key tokens of the evaluator."""
@@ -153,6 +157,7 @@ class _EvalRun:
     out: Path
     progress: Progress
     say: Callable[[str], None]
+    bos: str
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL
 
     @classmethod
@@ -164,15 +169,17 @@ class _EvalRun:
         out: Path,
         progress: Progress,
         say: Callable[[str], None],
+        bos: str,
     ) -> _EvalRun:
         """Check everything that can be checked before a model is loaded."""
+        check_choice(bos)
         suite, parsed = find_suite(name), [parse_gate(text) for text in gates]
         texts = named_texts(name, suite, config.data)
         check_unused_settings(name, config)
         config = suite.complete(config)
         check_results_folder(out, "eval")
         _check_suite(out, name)
-        return cls(name, suite, config, texts, parsed, out, progress, say)
+        return cls(name, suite, config, texts, parsed, out, progress, say, bos)
 
     def measure(
         self, source: str | Path, options: LoadOptions, compared: _Measurement | None = None
@@ -181,7 +188,7 @@ class _EvalRun:
 
         Only one model is in memory.
         """
-        model = _load_eval_model(source, options)
+        model = _load_eval_model(source, options, self.bos)
         if compared is None:
             plan = make_plan(model, self.suite, self.config, self.texts)
             plan = replace(plan, evaluator=self.evaluator)
@@ -200,7 +207,14 @@ class _EvalRun:
         samples = _run_cells(model, evaluations, cells, self.progress)
         notes = _notes(model, plan, evaluations)
         return _Measurement(
-            model.name, model.identity, model.train_length, plan, evaluations, samples, notes
+            model.name,
+            model.identity,
+            model.train_length,
+            plan,
+            evaluations,
+            samples,
+            notes,
+            model.begin,
         )
 
     def finish(
@@ -211,7 +225,7 @@ class _EvalRun:
         evaluator = measured[-1]
         scores = model.scores(evaluator)
         baseline_scores = baseline.scores(evaluator) if baseline else ()
-        notes = model.notes + _missing_longppl(model, scores)
+        notes = (*model.notes, *_missing_longppl(model, scores), *_begin_notes(measured))
         if baseline and baseline.identity["tokenizer"] != model.identity["tokenizer"]:
             notes += ("the tokenizers differ, so the two perplexities cannot be compared",)
         result = EvalResult(
@@ -230,6 +244,7 @@ class _EvalRun:
                 "identities": {each.name: each.identity for each in measured},
                 "require": gates,
                 "device": torch.device(options["device"] or "cpu").type,
+                "begin_of_text": {each.name: each.begin.to_json() for each in measured},
                 **model.plan.to_json(),
             }
             _write(result, {each.name: each.samples for each in measured}, settings)
@@ -257,6 +272,15 @@ def _check_same_tokens(name: str, evaluations: Sequence[Eval], compared: _Measur
                     f"into other tokens than that of {compared.name}; choose a baseline with the "
                     "same tokenizer"
                 )
+
+
+def _begin_notes(measured: Sequence[_Measurement]) -> Iterator[str]:
+    """How the texts of each model begin, and why."""
+    if len({each.begin.notes for each in measured}) == 1:
+        yield from measured[0].begin.notes
+        return
+    for each in measured:
+        yield from (f"{each.name}: {note}" for note in each.begin.notes)
 
 
 def _missing_longppl(model: _Measurement, scores: Sequence[Score]) -> tuple[str, ...]:
@@ -293,8 +317,8 @@ def _position(source: str | Path, other: str | Path | None, position: str | None
     return patch.position if same else None
 
 
-def _load_eval_model(source: str | Path, options: LoadOptions) -> EvalModel:
-    model, tokenizer = load_with_tokenizer(source, **options)
+def _load_eval_model(source: str | Path, options: LoadOptions, bos: str = "auto") -> EvalModel:
+    model, tokenizer, begin = load_with_begin_of_text(source, bos, **options)
     model = upcast_small_model(model)
     _check_head(model, source)
     layers = probe_or_none(model)
@@ -313,6 +337,7 @@ def _load_eval_model(source: str | Path, options: LoadOptions) -> EvalModel:
         max_positions(model.config, layers),
         passkeys_in_training(source),
         model_identity(model, tokenizer, patch),
+        begin,
     )
 
 
@@ -353,7 +378,8 @@ def model_identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) 
         identity["scales"] = cell_key({"at": at, "tables": tables})
     identity["tokenizer"] = tokenizer_fingerprint(tokenizer)
     identity["begin and ends"] = f"{tokenizer.bos_token_id} {end_tokens(model, tokenizer)}"
-    if start := begin_of_text(tokenizer):  # else the keys of cells are those of earlier versions
+    start, adds = begin_of_text(tokenizer), adds_begin_of_text(tokenizer)
+    if start or adds:  # else the keys of cells are those of earlier versions
         identity["begin of text"] = str(start)
     return identity
 

@@ -23,14 +23,14 @@ from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
+from farspan.begin_of_text import BeginOfText, check_choice, decide_begin_of_text
 from farspan.bundled import resolve_bundled
 from farspan.data.documents import read_documents
-from farspan.data.passkey import PasskeyDocuments
 from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError
-from farspan.evals.passkey import passkey_accuracy
+from farspan.evals.passkey import passkey_accuracy, scored_documents
 from farspan.files import check_absent, new_folder, write_text
 from farspan.lengths import doublings
 from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
@@ -59,6 +59,7 @@ from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.loop import LOCK, lock_run
+from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.train.sharding import processes
 from farspan.workflows.pretrain import matmul_flops_per_second
@@ -95,6 +96,7 @@ class _ExtendRun:
     names: list[str]
     config: ExtendConfig
     position: str | None
+    bos: str
     device: str
     trust_remote_code: bool
     progress: Progress
@@ -110,6 +112,7 @@ class _ExtendRun:
             position=self.position,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
+            progress=self.progress,
         )
         searches_scales = bool({*SCALE_METHODS, "auto"} & set(self.names))
         return upcast_small_model(model) if searches_scales else model, tokenizer
@@ -127,6 +130,7 @@ def extend(
     overrides: Sequence[str] = (),
     train_length: int | None = None,
     position: str | None = None,
+    bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -136,10 +140,14 @@ def extend(
     method: one of METHODS, several joined with +, or auto.
     data: one corpus, which is split to search on, choose by and report on; or these three by name.
     recipe, overrides: the settings, as a name, .toml file or ExtendConfig, and as "key=value".
+    bos: whether texts begin with a begin-of-text token: yes, no, or auto, by the model's metadata,
+        and where they are silent by its loss. The patch remembers it.
 
     >>> farspan.extend("nope-twin", to=1024, out="nope-1k", method="headscale")
     """
-    run = _make_run(model, method, recipe, overrides, position, device, trust_remote_code, progress)
+    run = _make_run(
+        model, method, recipe, overrides, position, bos, device, trust_remote_code, progress
+    )
     out, state = Path(out), processes()
     check_absent(out)
     prepared = _prepare(run, data, to, train_length, out)
@@ -161,6 +169,7 @@ def estimate_extension(
     overrides: Sequence[str] = (),
     train_length: int | None = None,
     position: str | None = None,
+    bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -170,7 +179,9 @@ def estimate_extension(
     >>> farspan.workflows.extend.estimate_extension("rope-twin", 16_384, "swan").tokens
     31981568
     """
-    run = _make_run(model, method, recipe, overrides, position, device, trust_remote_code, progress)
+    run = _make_run(
+        model, method, recipe, overrides, position, bos, device, trust_remote_code, progress
+    )
     prepared = _prepare(run, data, to, train_length, Path("unused"))
     text = {name: windows.ids.numel() for name, windows in prepared.splits.items()}
     candidates = candidate_methods(run.names, prepared.layers, prepared.model, prepared.job)
@@ -211,10 +222,12 @@ def _make_run(
     recipe: ExtendConfig | str | Path | None,
     overrides: Sequence[str],
     position: str | None,
+    bos: str,
     device: str | None,
     trust_remote_code: bool,
     progress: Progress,
 ) -> _ExtendRun:
+    check_choice(bos)
     config, names = read_extend_config(recipe, overrides), parse_methods(method)
     check_unused_settings(names, config)
     device, source, start = device or str(processes().device), model, find_patch(model)
@@ -223,7 +236,7 @@ def _make_run(
         source = base_source(Path(resolve_bundled(model)), start)
         position = position or start.position
     return _ExtendRun(
-        model, source, start, names, config, position, device, trust_remote_code, progress
+        model, source, start, names, config, position, bos, device, trust_remote_code, progress
     )
 
 
@@ -238,6 +251,7 @@ class _Prepared:
     splits: Mapping[str, Windows]
     job: FitJob
     notes: tuple[str, ...]
+    begin: BeginOfText
 
 
 def _prepare(
@@ -249,17 +263,19 @@ def _prepare(
     if run.start is not None:
         replace(run.start, scales=None).apply(model)
     advance()
+    begin = decide_begin_of_text(model, tokenizer, run.bos, run.start)
     layers = probe(model)
     length = _check_lengths(run, model, layers, to, train_length)
     notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
-    splits = _split_text(data, tokenizer, to, length, run)
+    notes = (*begin.notes, *notes)
+    splits = _split_text(data, tokenizer, to, length, run, begin.ids)
     advance()
     job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
     if run.start is not None:
         job = start_from(run.start, job, str(run.model))
         notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
     unused = unused_settings(run.names, layers, model, job, run.config)
-    return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused))
+    return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused), begin)
 
 
 def _make_job(
@@ -284,6 +300,7 @@ def _make_job(
         seed=run.config.seed,
         folder=out.with_name(f".{out.name}.search"),
         tokenizer=tokenizer,
+        begin=tuple(begin_of_text(tokenizer)),
         progress=run.progress,
     )
 
@@ -330,7 +347,12 @@ def _check_lengths(
 
 
 def _split_text(
-    data: Data, tokenizer: PreTrainedTokenizerBase, to: int, train_length: int, run: _ExtendRun
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    to: int,
+    train_length: int,
+    run: _ExtendRun,
+    begin: tuple[int, ...],
 ) -> dict[str, Windows]:
     search_length, searched = search_windows(run.names, run.config, to, train_length)
     lengths = {"search": search_length, "choose": to, "report": to}
@@ -342,6 +364,7 @@ def _split_text(
     options: dict[str, Any] = {
         "seed": run.config.seed,
         "packed": run.config.packed,
+        "begin": begin,
         "progress": run.progress,
     }
     if isinstance(data, str | Path):
@@ -360,7 +383,9 @@ def _split_text(
         data["search"], tokenizer, search_length, searched, train_length, **options
     )
     return {"search": search} | {
-        name: cut_windows(read_documents(data[name]), tokenizer, lengths[name], limits[name])
+        name: cut_windows(
+            read_documents(data[name]), tokenizer, lengths[name], limits[name], begin=begin
+        )
         for name in ("choose", "report")
     }
 
@@ -450,6 +475,7 @@ def _fit(prepared: _Prepared, out: Path) -> ExtendResult:
             f"{job.name} extended by {patch.method} has losses that are not finite; choose another "
             "method, or a smaller learning rate"
         )
+    patch = replace(patch, begin_of_text=prepared.begin.remembered)
     return ExtendResult(
         _with_absolute_base(patch, run.source),
         out,
@@ -502,7 +528,7 @@ def _measure(
     positions = np.arange(1, len(curve) + 1)
     values = {f"loss@{n}": mean_before(n, job.train_length, positions, curve) for n in lengths}
     if config.passkeys:
-        shortest = max(PasskeyDocuments(tokenizer).shortest, job.train_length)
+        shortest = max(scored_documents(tokenizer).shortest, job.train_length)
         for length in lengths:
             if length >= shortest:
                 reset_dynamic_rope(model)
@@ -543,7 +569,7 @@ def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
         write_text(folder / "recipe.toml", to_toml(run.config))
         proof, effect = _prove(folder, fitted, run.load()[0], prepared.splits["report"].ids[:1])
         result = replace(result, proof=proof, effect=effect)
-        _write_record(folder, result, run, prepared.job, prepared.splits, fitted.device.type)
+        _write_record(folder, result, prepared)
     return result
 
 
@@ -578,15 +604,8 @@ def _is_identity(patch: Patch) -> bool:
     return no_scales and patch.rope is None and patch.layout is None and not patch.weights
 
 
-def _write_record(
-    folder: Path,
-    result: ExtendResult,
-    run: _ExtendRun,
-    job: FitJob,
-    splits: Mapping[str, Windows],
-    device: str,
-) -> None:
-    curves = result.curves
+def _write_record(folder: Path, result: ExtendResult, prepared: _Prepared) -> None:
+    run, job, curves = prepared.run, prepared.job, result.curves
     style.save(
         figures.loss_curves(curves, job.train_length, str(job.name)), folder / "before_after"
     )
@@ -602,7 +621,8 @@ def _write_record(
             "method": run.method,
             "train_length": job.train_length,
             "position": job.position,
-            "device": device,
+            "device": prepared.model.device.type,
+            "begin_of_text": prepared.begin.to_json(),
             "recipe": asdict(run.config),
             **({} if run.start is None else {"start": run.start.describe()}),
         },
@@ -613,7 +633,7 @@ def _write_record(
             "notes": list(result.notes),
             "cache_bytes": result.cache,
             **result.details,
-            "text": {name: windows.describe() for name, windows in splits.items()},
+            "text": {name: windows.describe() for name, windows in prepared.splits.items()},
             "loss_by_position": {name: curve.round(4).tolist() for name, curve in curves.items()},
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from transformers import (
 
 from farspan.attention import seam
 from farspan.attention.model_facts import max_positions, probe_or_none
+from farspan.begin_of_text import load_with_begin_of_text
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError
-from farspan.evals.decoding import default_generation_config, end_tokens
-from farspan.loading import load_with_tokenizer, quiet, resolve_device
+from farspan.evals.decoding import default_generation_config, encode_prompt, end_tokens
+from farspan.loading import quiet, resolve_device
+from farspan.progress import Progress, silent
 
 MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow
 
@@ -48,24 +50,33 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     position: str | None = None,
+    bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[str]:
     """Yield the continuation of a prompt in pieces of text.
 
     temperature: 0 is greedy decoding.
+    bos: whether the prompt begins with a begin-of-text token: yes, no, or auto, by the model's
+        metadata, and where they are silent by its loss.
 
     >>> print("".join(farspan.generate("nope-twin", "The pass key is", max_new_tokens=8)))
     """
     _check_settings(prompt, max_new_tokens, temperature, seed)
-    loaded, tokenizer = load_with_tokenizer(
+    loaded, tokenizer, begin = load_with_begin_of_text(
         model,
+        bos,
         position=position,
         device=resolve_device(device),
         trust_remote_code=trust_remote_code,
+        progress=progress,
     )
-    encoded = tokenizer(prompt, return_tensors="pt", verbose=False).to(loaded.device)
-    length = encoded["input_ids"].shape[1]
+    for text in begin.notes:
+        say(text)
+    ids = torch.tensor([encode_prompt(tokenizer, prompt)], device=loaded.device)
+    length = ids.shape[1]
     limit = max_positions(loaded.config, probe_or_none(loaded))
     if limit is not None and length + max_new_tokens > limit:
         raise FarspanError(
@@ -75,8 +86,8 @@ def generate(
         )
     ends = end_tokens(loaded, tokenizer)
     options = {
-        "input_ids": encoded["input_ids"],
-        "attention_mask": encoded["attention_mask"],
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
         "max_new_tokens": max_new_tokens,
         "do_sample": temperature > 0,
         "eos_token_id": ends or None,

@@ -28,7 +28,7 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
-from farspan.loading import find_patch, is_patch, load, load_config
+from farspan.loading import find_patch, is_patch, load, load_config, load_gguf_config
 
 FULL_SIZE_LIMIT = 300_000_000  # parameters of a model that is built whole if no small one can be
 
@@ -85,7 +85,8 @@ def inspect(
 ) -> Inspection:
     """Inspect a model by running it on a few tokens.
 
-    A folder with only a config is inspected on a small random model with the same layers.
+    A folder with only a config, and a .gguf file, are inspected on a small random model with the
+    same layers.
 
     >>> farspan.inspect("path/to/checkpoint").fold.possible
     True
@@ -93,6 +94,8 @@ def inspect(
     if isinstance(model, PreTrainedModel):
         return _inspect_model(model, type(model).__name__)
     folder, name = Path(model), str(model)
+    if folder.suffix == ".gguf" and not folder.is_dir():
+        return _inspect_config(load_gguf_config(folder), name, False, "only its header was read")
     if folder.is_dir() and not is_patch(folder):
         config = load_config(folder, position=position, trust_remote_code=trust_remote_code)
         if not weight_files(folder):
@@ -163,8 +166,10 @@ def _scale_statistics(patch: Patch) -> str:
     return f"{spread} at {patch.target:,} keys, {growth}"
 
 
-def _inspect_config(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> Inspection:
-    note = "no weights: probed on a small random model with the same layers"
+def _inspect_config(
+    config: PreTrainedConfig, name: str, trust_remote_code: bool, why: str = "no weights"
+) -> Inspection:
+    note = f"{why}: probed on a small random model with the same layers"
     try:
         with torch.device("meta"):
             full = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from farspan.attention.model_facts import max_positions, probe_or_none
+from farspan.begin_of_text import load_with_begin_of_text
 from farspan.errors import FarspanError
 from farspan.files import write_text
 from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
 from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
 from farspan.lab.study import count_by_length
 from farspan.lab.tasks import find_task
-from farspan.loading import check_source, load_with_tokenizer, resolve_device
+from farspan.loading import check_source, resolve_device
 from farspan.progress import Progress, silent
 from farspan.recipe import apply_overrides, from_toml, to_toml
 from farspan.record import write_record
@@ -56,7 +57,7 @@ def finetune(
     device = resolve_device(device)
     check_source(model)
     _check_same_run(config, folder)
-    loaded, tokenizer = load_with_tokenizer(model, device=device)
+    loaded, tokenizer, _ = load_with_begin_of_text(model, device=device)
     data = make_text_data(config, tokenizer)
     limit = max_positions(loaded.config, probe_or_none(loaded))
     if limit is not None and data.max_length > limit:

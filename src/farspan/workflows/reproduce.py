@@ -23,6 +23,7 @@ from farspan.attention.layout import length_dependent_rotation
 from farspan.attention.model_facts import config_train_length, small_model
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import probe
+from farspan.begin_of_text import load_with_begin_of_text
 from farspan.bundled import is_bundled, resolve_bundled
 from farspan.cells import (
     Cells,
@@ -44,7 +45,6 @@ from farspan.loading import (
     check_source,
     load_config,
     load_tokenizer,
-    load_with_tokenizer,
     resolve_device,
     upcast_small_model,
 )
@@ -56,6 +56,7 @@ from farspan.methods.registry import (
     search_windows,
 )
 from farspan.methods.uniform import full_grid
+from farspan.model import FarspanConfig
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import losses_by_context
 from farspan.progress import Progress, silent
@@ -64,6 +65,7 @@ from farspan.report.figures import Figure, best_scales, method_losses, passkey_h
 from farspan.report.study_tables import passkey_scores, study_report, summary_line
 from farspan.report.style import save
 from farspan.train.loop import StepMetrics
+from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
 from farspan.workflows.evaluate import passkeys_in_training
 from farspan.workflows.pretrain import pretrain, read_recipe
@@ -223,6 +225,8 @@ def _describe(texts: StudyTexts, cell: AnyCell, folder: Path) -> dict[str, Any]:
     shared = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
     if texts.benchmark_sources and isinstance(cell, StudyCell):
         shared["benchmarks"] = texts.benchmark_sources
+    if begin := texts.begin_of_text(folder):  # else the key is that of earlier versions
+        shared["begin of text"] = list(begin)
     return {**asdict(cell), **shared, "weights": texts.weight_hashes(folder)}
 
 
@@ -319,6 +323,7 @@ class StudyTexts:
         self.uniform_scales: dict[tuple[str, int, bool, int], float] = {}
         self._windows: dict[tuple[str, str, int, int], torch.Tensor] = {}
         self._weight_hashes: dict[Path, list[str]] = {}
+        self._begins: dict[Path, tuple[int, ...]] = {}
 
     def windows(
         self, file: str, model: str, tokenizer: Any, length: int, limit: int
@@ -328,7 +333,8 @@ class StudyTexts:
             # Drop the windows of the previous model: its cells are done.
             self._windows = {old: ids for old, ids in self._windows.items() if old[1] == model}
             documents = read_documents(self.study.path(file))
-            self._windows[key] = cut_windows(documents, tokenizer, length, limit).ids
+            begin = begin_of_text(tokenizer)
+            self._windows[key] = cut_windows(documents, tokenizer, length, limit, begin=begin).ids
         return self._windows[key]
 
     def search_windows(
@@ -345,8 +351,20 @@ class StudyTexts:
                 train_length,
                 packed=study.extension.packed,
                 folder=study.folder,
+                begin=begin_of_text(tokenizer),
             ).ids
         return self._windows[key]
+
+    def begin_of_text(self, folder: Path) -> tuple[int, ...]:
+        """The token that the texts of a model begin with, if any."""
+        if folder not in self._begins:
+            tokenizer = load_tokenizer(folder)
+            silent = stated_begin_of_text(tokenizer)[0] is None
+            if silent and not isinstance(load_config(folder), FarspanConfig):
+                self._begins[folder] = load_with_begin_of_text(folder).begin.ids
+            else:
+                self._begins[folder] = tuple(begin_of_text(tokenizer))
+        return self._begins[folder]
 
     def weight_hashes(self, folder: Path) -> list[str]:
         """The SHA-256 of a model's weight files, which do not change while a study runs."""
@@ -411,7 +429,7 @@ class StudyTexts:
 def _measure_cell(
     texts: StudyTexts, cell: StudyCell, folder: Path, device: str, progress: Progress
 ) -> Result:
-    model, tokenizer = load_with_tokenizer(folder, device=device)
+    model, tokenizer, _ = load_with_begin_of_text(folder, device=device)
     model = upcast_small_model(model)
     length = config_train_length(model.config) or 0
     result: Result = {**asdict(cell), "train_length": length, "target": length * cell.factor}
@@ -458,9 +476,8 @@ def _fit(
     choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows)
     layers = probe(model)
     settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}
-    job = make_fit_job(
-        model, layers, target, length, search, choose, tokenizer=tokenizer, **settings
-    )
+    settings |= {"tokenizer": tokenizer, "begin": tuple(begin_of_text(tokenizer))}
+    job = make_fit_job(model, layers, target, length, search, choose, **settings)
     starts_from_uniform = config.search.steps and not config.search.init
     if method in ("headscale", "headlog") and starts_from_uniform:
         key = (cell.model, target, config.search.constraint, config.choose_windows)
@@ -492,7 +509,8 @@ def _measure(
         result["loss"][text_name(file)] = curves.loss.round(4).tolist()
         if study.same_tokens:
             reset_dynamic_rope(model)
-            losses = losses_by_context(model, ids, doublings(length, longest), study.same_tokens)
+            contexts, begin = doublings(length, longest), len(begin_of_text(tokenizer))
+            losses = losses_by_context(model, ids, contexts, study.same_tokens, begin)
             result.setdefault("same_tokens", {})[text_name(file)] = {
                 str(context): np.round(values, 5).tolist() for context, values in losses.items()
             }
@@ -546,13 +564,13 @@ def _entropy_and_knees(curves: Curves, length: int, factor: int) -> Result:
 def _measure_grid(
     texts: StudyTexts, cell: GridCell, folder: Path, device: str, progress: Progress
 ) -> Result:
-    model, tokenizer = load_with_tokenizer(folder, device=device)
+    model, tokenizer, begin = load_with_begin_of_text(folder, device=device)
     model = upcast_small_model(model)
     study, length = texts.study, config_train_length(model.config) or 0
     windows = texts.windows(
         study.choose, cell.model, tokenizer, 8 * length, study.extension.choose_windows
     )
-    settings: dict[str, Any] = {"name": cell.model, "progress": progress}
+    settings: dict[str, Any] = {"name": cell.model, "begin": begin.ids, "progress": progress}
     job = make_fit_job(model, probe(model), 8 * length, length, windows, windows, **settings)
     grid = full_grid(model, job, windows, study.grid_low, study.grid_high)
     tables = {

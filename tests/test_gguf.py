@@ -1,0 +1,171 @@
+"""Reading .gguf files: the same weights and fields as transformers and gguf read, only faster."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import farspan
+from families import FAMILIES
+from farspan import cli, gguf_reading
+from farspan.data.tokens import train_tokenizer
+from farspan.errors import CorruptError
+from farspan.formats.gguf import write_gguf
+from farspan.loading import load_gguf_config
+from farspan.train.metadata import stated_begin_of_text
+from farspan.workflows import inspect as inspect_module
+
+gguf = pytest.importorskip("gguf")
+PACKED = [kind for kind in gguf.quants._type_traits if kind.name != "BF16"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A tiny Llama in float32."""
+    file = tmp_path_factory.mktemp("original") / "model.gguf"
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["some text to cut, 12 times"], 270)
+    model = next(family for family in FAMILIES if family.name == "llama").build()
+    model.resize_token_embeddings(300)
+    model.config.vocab_size = 300
+    write_gguf(model, tokenizer, file)
+    return file
+
+
+def rewrite(original: Path, file: Path, kind=None, names=None, fields=None) -> Path:
+    """A copy with matrices of another quantization, tensors of other names, or other fields.
+
+    names, fields: old name -> new name or value; None leaves it out.
+    """
+    reader = gguf.GGUFReader(original)
+    writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
+    old = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    values = {key: (field.contents(), field.types) for key, field in old.items()}
+    del values["general.architecture"]
+    values |= {key: (value, [gguf.GGUFValueType.BOOL]) for key, value in (fields or {}).items()}
+    for key, (value, types) in values.items():
+        if value is not None:
+            writer.add_key_value(key, value, types[0], types[1] if len(types) > 1 else None)
+    for tensor in reader.tensors:
+        name = (names or {}).get(tensor.name, tensor.name)
+        packs = kind is not None and tensor.data.ndim == 2 and tensor.data.shape[1] % 32 == 0
+        if name and packs:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.data, kind), raw_dtype=kind)
+        elif name:
+            writer.add_tensor(name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # random bytes may be NaN
+@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
+def test_unpacks_every_quantization_as_the_gguf_package_does(kind, monkeypatch):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (2, 7, 3 * size), dtype=np.uint8)
+    monkeypatch.setattr(gguf_reading, "BLOCK", 6 * block)  # two rows at once: an odd one is left
+    with ThreadPoolExecutor(2) as pool:
+        parallel = gguf_reading._unpack(data, kind, pool, gguf.dequantize)
+        expected = gguf.dequantize(data, kind)
+    assert parallel.shape == expected.shape == (2, 7, 3 * block)
+    np.testing.assert_array_equal(parallel, expected)
+
+
+def test_reads_the_header_as_the_gguf_package_does(original):
+    fast, plain = gguf_reading.read_header(original), gguf.GGUFReader(original)
+    assert list(fast.fields) == list(plain.fields)
+    for key, field in plain.fields.items():
+        assert fast.fields[key].types == field.types, key
+        assert fast.fields[key].contents() == field.contents(), key
+    for ours, theirs in zip(fast.tensors, plain.tensors, strict=True):
+        assert (ours.name, ours.tensor_type) == (theirs.name, theirs.tensor_type)
+        np.testing.assert_array_equal(ours.data, theirs.data)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_loads_the_same_weights_as_transformers(kind, original, tmp_path):
+    kind = gguf.GGMLQuantizationType[kind]
+    file = rewrite(original, tmp_path / "model.gguf", None if kind.name == "F32" else kind)
+    assert kind in {tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype="float32")
+    steps = []
+    loaded = farspan.load(file, progress=lambda label, total: lambda: steps.append(label)).model
+    expected = plain.state_dict()
+    assert expected.keys() == loaded.state_dict().keys()
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    assert steps == ["unpack model.gguf"] * len(gguf.GGUFReader(file).tensors)
+    assert gguf.GGUFReader.__name__ == "GGUFReader", "the package is as it was"
+
+
+@pytest.mark.parametrize("new_name", ["blk.1.attn_query.weight", None])
+def test_refuses_a_renamed_or_missing_tensor(new_name, original, tmp_path, capsys, monkeypatch):
+    names = {"blk.1.attn_q.weight": new_name}
+    file = rewrite(original, tmp_path / "model.gguf", names=names)
+    with pytest.raises(CorruptError, match="lacks 1 weights.*layers.1.self_attn.q_proj.weight"):
+        farspan.load(file)
+    monkeypatch.setattr("sys.argv", ["farspan", "generate", str(file), "--prompt", "some text"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 4
+    assert "lacks 1 weights" in capsys.readouterr().err
+
+
+def test_refuses_a_file_whose_vocabulary_is_cut_off(original, tmp_path):
+    """Inside the arrays, which have their own reader."""
+    data = original.read_bytes()
+    cut = data.index(b"tokenizer.ggml.tokens") + 400
+    (tmp_path / "model.gguf").write_bytes(data[:cut])
+    with pytest.raises(CorruptError, match="is damaged or no GGUF file"):
+        farspan.load(tmp_path / "model.gguf")
+
+
+def test_inspects_a_file_by_its_header(original, monkeypatch):
+    whole = farspan.inspect(farspan.load(original).model)
+
+    def refuse(*args, **options):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(inspect_module, "load", refuse)
+    monkeypatch.setattr(gguf, "dequantize", refuse)
+    inspection = farspan.inspect(original)
+    assert inspection.layers == whole.layers
+    assert (inspection.parameters, inspection.heads) == (whole.parameters, whole.heads)
+    assert inspection.train_length == whole.train_length
+    assert inspection.warnings[0].startswith("only its header was read")
+
+
+def test_the_config_needs_no_vocabulary(original, tmp_path, monkeypatch):
+    file = rewrite(original, tmp_path / "model.gguf", fields={"llama.vocab_size": None})
+    header = gguf_reading.read_header(file)
+    monkeypatch.setattr(gguf_reading, "LONG_ARRAY", 10)
+    short = gguf_reading.without_vocabulary(header)
+    assert "tokenizer.ggml.merges" in header.fields
+    assert "tokenizer.ggml.merges" not in short.fields
+    assert load_gguf_config(file).vocab_size == 300
+
+
+@pytest.mark.parametrize("adds", [True, False, None])
+def test_the_tokenizer_begins_texts_as_the_file_says(adds, original, tmp_path):
+    fields = {gguf_reading.BOS: adds}
+    tokenizer = farspan.load(rewrite(original, tmp_path / "model.gguf", fields=fields)).tokenizer
+    ids = tokenizer("some text")["input_ids"]
+    assert (ids[0] == tokenizer.bos_token_id) == bool(adds)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "some text"
+    assert stated_begin_of_text(tokenizer)[0] is adds
+
+
+def test_written_files_say_how_texts_begin(original, tmp_path):
+    model, tokenizer = farspan.load(original)
+    for begins in (True, False):
+        tokenizer.begins_texts = begins
+        write_gguf(model, tokenizer, tmp_path / f"{begins}.gguf")
+        fields = gguf_reading.read_header(tmp_path / f"{begins}.gguf").fields
+        assert fields[gguf_reading.BOS].contents() is begins
