@@ -55,6 +55,7 @@ def difference(
     model: PreTrainedModel, ids: Tensor, on_seam: OnSeam, decoded: int = DECODED
 ) -> dict[str, float]:
     """The largest change of a logit by the seam, of the largest logit, without and with a cache."""
+    decoded = min(decoded, ids.shape[1] - 1)
     plain = _logits(model, ids, decoded)
     with on_seam(model):
         routed = _logits(model, ids, decoded)
