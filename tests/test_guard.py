@@ -96,6 +96,14 @@ def test_a_dropped_selection_is_refused(name: str, monkeypatch):
 
     monkeypatch.setattr(seam, "mask_of_selected_keys", drop)
     model = randomized(SPARSE[name])
+    config = model.config.get_text_config()  # as real models have it: no few tokens show it
+    for key, value in {
+        "index_topk": 2048,
+        "index_topk_blocks": 16,
+        "index_block_size": 128,
+    }.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
     with pytest.raises(FarspanError, match="would change what"):
         seam.install(model)
     assert not seam.installed(model)

@@ -273,7 +273,7 @@ def _inspect_model(
         )
         for layer in layers
     )
-    temperature, notes = _temperature(model, layers, from_config.train_length)
+    temperature, notes = describe_temperatures(model, layers, from_config.train_length)
     return replace(
         from_config,
         head_dim=layers[0].head_dim,
@@ -286,24 +286,24 @@ def _inspect_model(
     )
 
 
-def _temperature(
-    model: PreTrainedModel, layers: list[Layer], train_length: int | None
+def describe_temperatures(
+    model: PreTrainedModel, layers: Sequence[Layer], length: int | None
 ) -> tuple[str | None, list[str]]:
-    """The built-in temperature in words, and what to know about it."""
+    """The built-in temperatures in words, with their size at a length, and what to know of them."""
     try:
-        measured = temperatures(model, layers, train_length)
+        measured = temperatures(model, layers, length)
     except FarspanError as error:
         return None, [str(error)]
     if not measured:
         return None, []
-    text = "; ".join(_describe_temperature(part, train_length) for part in measured)
+    text = "; ".join(_describe_temperature(part, length) for part in measured)
     return text, [f"the model already scales its attention ({text}); farspan's scales multiply it"]
 
 
-def _describe_temperature(temperature: Temperature, train_length: int | None) -> str:
+def _describe_temperature(temperature: Temperature, length: int | None) -> str:
     """`1 + 0.1·ln(1 + ⌊n/8192⌋) in layers 3, 7, 11: ×1.32 at 262,144 tokens`."""
     law = temperature.formula or "a growing factor that no known law fits"
-    length = min(train_length or LONGEST, LONGEST)
+    length = min(length or LONGEST, LONGEST)
     low, high = (f"×{value:.3g}" for value in temperature.at(length))
     factor = low if low == high else f"{low} to {high} by head"
     return f"{law} in layers {format_ranges(temperature.layers)}: {factor} at {length:,} tokens"
