@@ -164,7 +164,7 @@ def test_windows_of_real_sizes_are_short_in_the_small_model():
     small = guard._small_random_model(hf.Gemma3ForCausalLM(config))
     assert small.config.sliding_window < guard.TOKENS
     assert set(small.config.layer_types) == {"sliding_attention", "full_attention"}
-    assert len(small.model.layers) == len(small.config.layer_types) == 8
+    assert len(small.model.layers) == len(small.config.layer_types) == 6
 
 
 def test_a_model_without_a_small_one_is_compared_itself(monkeypatch):

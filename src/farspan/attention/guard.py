@@ -119,7 +119,8 @@ def _small_random_model(model: PreTrainedModel) -> PreTrainedModel:
             small = build()
         for parameter in small.parameters():
             if parameter.ndim > 1:  # new weights are so small that attention is almost uniform
-                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+                bound = (3 / parameter.shape[-1]) ** 0.5  # a standard deviation of 1/√inputs
+                torch.nn.init.uniform_(parameter, -bound, bound)
     return small.eval()
 
 

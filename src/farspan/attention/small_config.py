@@ -8,7 +8,7 @@ from contextlib import suppress
 from transformers import PreTrainedConfig
 
 SPAN = 8  # keys of the windows and chunks of a short config, and the keys that top-k selects
-MIN_LAYERS = 8  # of a short config: patterns that no list shows repeat within it
+MIN_LAYERS = 4  # of a short config: patterns that no list shows repeat within it
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -99,8 +99,12 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
         for name, value in vars(text).items()
         if isinstance(value, list) and len(value) == layers
     ]
-    kinds = [tuple(str(getattr(text, name)[index]) for name in lists) for index in range(layers)]
+    # A list of indices says which layer, not of what kind.
+    named = [name for name in lists if len(set(map(str, getattr(text, name)))) < layers]
+    kinds = [tuple(str(getattr(text, name)[index]) for name in named) for index in range(layers)]
     kept = max([MIN_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    if getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers, kept = 1, kept + 1  # the others give it their keys
     if kept < layers:
         text.num_hidden_layers = kept
         for name in lists:
@@ -120,5 +124,6 @@ def _one_layer_towers(config: PreTrainedConfig) -> None:
 def _set(config: PreTrainedConfig, values: dict[str, int]) -> None:
     """Set the values that the config has; a limit that is off stays off."""
     for key, value in values.items():
-        if getattr(config, key, None) is not None:
-            setattr(config, key, value)
+        before = getattr(config, key, None)
+        if before is not None:
+            setattr(config, key, [value] * len(before) if isinstance(before, list) else value)
