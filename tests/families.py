@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -251,6 +252,110 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64
     ),
 }
+_LATENT = dict(
+    **_without("head_dim", "num_key_value_heads"),
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=8,
+    v_head_dim=6,
+    moe_intermediate_size=16,
+    n_routed_experts=2,
+    num_experts_per_tok=1,
+    n_group=1,
+    topk_group=1,
+    index_topk=4,
+    index_head_dim=8,
+    index_n_heads=2,
+)
+# Sparse attention: a query sees 4 selected keys, or 2 blocks of 4 in the first layers of MiniMax.
+SPARSE: dict[str, Callable[[], PreTrainedModel]] = {
+    "deepseek_v32": lambda: hf.DeepseekV32ForCausalLM(
+        hf.DeepseekV32Config(**_LATENT, q_lora_rank=12)
+    ),
+    "glm_moe_dsa": lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**_LATENT, q_lora_rank=12)),
+    "axk2": lambda: hf.AXK2ForCausalLM(hf.AXK2Config(**_LATENT, q_lora_rank=12)),
+    "hy_v4": lambda: hf.HYV4ForCausalLM(hf.HYV4Config(**_LATENT, q_lora_rank=12)),
+    "mistral_large4": lambda: hf.MistralLarge4ForConditionalGeneration(
+        hf.MistralLarge4Config(
+            text_config=hf.MistralLarge4TextConfig(**_LATENT).to_dict(),
+            vision_config=dict(
+                model_type="pixtral",
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                head_dim=8,
+                image_size=16,
+                patch_size=4,
+            ),
+        )
+    ),
+    "minimax_m3_vl": lambda: hf.MiniMaxM3VLForCausalLM(
+        hf.MiniMaxM3VLTextConfig(
+            **SHAPE,
+            layer_types=["minimax_m3_sparse"] * 3 + ["full_attention"],
+            dense_intermediate_size=32,
+            shared_intermediate_size=32,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            rotary_dim=4,
+            index_n_heads=2,
+            index_head_dim=8,
+            index_block_size=4,
+            index_topk_blocks=2,
+        )
+    ),
+}
+# Families with a built-in temperature that FAMILIES does not have.
+TEMPERED: dict[str, Callable[[], PreTrainedModel]] = {
+    "beam": lambda: hf.BeamForCausalLM(
+        hf.BeamConfig(
+            **SHAPE,
+            sliding_window=8,
+            layer_types=SPANS,
+            moe_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=1,
+            n_group=1,
+            topk_group=1,
+        )
+    ),
+    "inkling": lambda: hf.InklingForCausalLM(
+        hf.InklingTextConfig(
+            **SHAPE,
+            layer_types=["hybrid_sliding", "hybrid"] * 2,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=2,
+            swa_head_dim=8,
+            sliding_window_size=8,
+            d_rel=4,
+            rel_extent=16,
+            log_scaling_n_floor=16,
+            moe_intermediate_size=16,
+            n_routed_experts=2,
+            num_experts_per_tok=1,
+        )
+    ),
+    "mistral_large4": SPARSE["mistral_large4"],
+}
+
+
+def randomized(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+    """A model whose every weight is random: new gates, norms and temperatures do nothing."""
+    torch.manual_seed(seed)
+    try:
+        model = build().eval()
+    except AttributeError as error:
+        if "has no attribute" in str(error) and "transformers" in str(error):
+            pytest.skip(f"this release of transformers lacks the family: {error}")
+        raise
+    for name, parameter in model.named_parameters():
+        if name.endswith("softmax_scaling.scale"):
+            parameter.data.uniform_(0.01, 0.3)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.3))
+    return model
 
 
 def tokens(length: int = 24, batch: int = 2, seed: int = 1) -> torch.Tensor:

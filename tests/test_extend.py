@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Ministral3ForCausalLM
 
 import farspan
 from families import FAMILIES, VOCABULARY
@@ -1190,6 +1191,19 @@ def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
     assert sum(advance.tried for advance in tried) > 0
     assert (tmp_path / "patch" / "patch.json").exists()
     assert not (tmp_path / ".patch.search").exists()
+
+
+def test_says_what_the_model_itself_scales_at_the_target(tiny, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / "none" / name, tmp_path / name)
+    config = BY_NAME["ministral3"].config()
+    config.vocab_size = 300
+    Ministral3ForCausalLM(config).save_pretrained(tmp_path)
+    estimate = extend_workflow.estimate_extension(
+        tmp_path, 128, "headscale", data=tiny / "text.txt", recipe=FEW
+    )
+    factor = 1 + 0.1 * math.log(1 + 127 // 16)
+    assert any(f"in layers 0–3: ×{factor:.3g} at 128 tokens" in note for note in estimate.notes)
 
 
 def test_warns_about_a_patch_that_raises_the_loss(tiny, tmp_path):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import suppress
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from farspan.attention.probe import Layer, probe
+from farspan.attention.small_config import narrow_config
 from farspan.errors import FarspanError
 
 
@@ -80,77 +80,15 @@ def claimed_position(config: PreTrainedConfig, layer: int) -> str:
     return "none" if nested is None else "rope"
 
 
-def built_in_temperature(config: PreTrainedConfig) -> str | None:
-    """A scale that grows with position and was trained in: Llama 4 has it on NoPE layers,
-    Ministral 3 on all layers."""
-    if getattr(config, "attn_temperature_tuning", False):
-        formula = f"1 + {config.attn_scale:g}·ln(1 + ⌊n/{config.floor_scale:g}⌋)"
-        return f"{formula} on layers without positions"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if beta := rope.get("llama_4_scaling_beta"):
-        return f"1 + {beta:g}·ln(1 + ⌊p/{rope['original_max_position_embeddings']}⌋)"
-    return None
-
-
-def head_dim(config: PreTrainedConfig) -> int:
-    """The head width by the config.
-
-    Where layer types have different widths, the share of the hidden size stands for all of them
-    until the model is run.
-    """
-    width = None
-    with suppress(RuntimeError):  # transformers refuses to name one of several
-        width = getattr(config, "head_dim", None)
-    return width or config.hidden_size // config.num_attention_heads
-
-
 def required_attention(config: PreTrainedConfig) -> str | None:
     """The backend that a model needs: some releases of transformers let SDPA drop a soft cap."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def small_model(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """A random model with every layer of the config, narrow where width changes no pattern.
-
-    Heads keep their width, because rotation depends on it.
-    """
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    width, group = head_dim(text), heads // kv_heads
-    groups = 2 if group < 4 else 1
-    narrow = {
-        "vocab_size": 64,
-        "num_attention_heads": groups * group,
-        "num_key_value_heads": groups,
-        "hidden_size": groups * group * width,
-        "intermediate_size": 64,
-        "intermediate_size_mlp": 64,
-        "moe_intermediate_size": 32,
-        "shared_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
-        "num_local_experts": 2,
-        "num_experts": 2,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "mamba_n_heads": 2 * groups * group,
-        "mamba_d_head": width,
-        "mamba_num_heads": 2 * groups * group,
-        "mamba_head_dim": width,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_num_heads": 2,
-        "pad_token_id": 0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    for key, value in narrow.items():
-        if getattr(text, key, None) is not None:
-            setattr(text, key, value)
+    """A random model with every layer of the config, narrow where width changes no pattern."""
     return AutoModelForCausalLM.from_config(
-        small, trust_remote_code=trust_remote_code, attn_implementation=required_attention(config)
+        narrow_config(config),
+        trust_remote_code=trust_remote_code,
+        attn_implementation=required_attention(config),
     ).eval()

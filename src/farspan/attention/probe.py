@@ -2,9 +2,9 @@
 
 The model runs twice over the same tokens, with position ids in forward and then in reverse order.
 In the second run every attention module receives the hidden states of the first. If the keys of a
-layer still change, or the directions of its queries, its position encoding is rotary. If queries
-change in length only, that is a temperature by position. If the input of the first layer changes,
-positions are added to the embeddings. This works for any model family.
+layer or the directions of its queries still change, its position encoding is rotary. Queries that
+only grow have a temperature (`temperature.py`), which is no position encoding. If the input of the
+first layer changes, positions are added to the embeddings. This works for any model family.
 
 What the seam adds is observed too. Rotation that a layout adds goes by the order of the keys, so
 these layers receive their hidden states in reverse order. A window that a layout sets is observed
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
@@ -91,11 +90,39 @@ def _run(
     positions: Tensor,
     replay: dict[nn.Module, Tensor] | None,
 ) -> tuple[list[seam.Call], dict[nn.Module, Tensor], Tensor]:
-    """One forward pass: the first call of each attention module, the hidden states that each module
-    received before any replay, and the input of the first decoder layer."""
+    """`run_replayed` at these positions, and the input of the first decoder layer."""
+    start: list[Tensor] = []
+
+    def record_start(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        start.append(_hidden_states(args, kwargs))
+
+    hook = _first_layer(model, modules[0]).register_forward_pre_hook(record_start, with_kwargs=True)
+    try:
+        # Without a mask, position ids that jump would be read as packed documents.
+        calls, inputs = run_replayed(
+            model,
+            modules,
+            replay,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            position_ids=positions,
+            use_cache=False,
+        )
+    finally:
+        hook.remove()
+    return calls, inputs, start[-1]  # installing the seam runs the model too
+
+
+def run_replayed(
+    model: PreTrainedModel,
+    modules: list[nn.Module],
+    replay: dict[nn.Module, Tensor] | None,
+    **arguments: Any,
+) -> tuple[list[seam.Call], dict[nn.Module, Tensor]]:
+    """One forward pass in which attention modules receive the hidden states of `replay`: the first
+    call of each module, and the hidden states that it received before any replay."""
     calls: dict[nn.Module, seam.Call] = {}
     inputs: dict[nn.Module, Tensor] = {}
-    start: list[Tensor] = []
 
     def record_input(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         inputs[module] = _hidden_states(args, kwargs)
@@ -106,30 +133,19 @@ def _run(
             ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
         )
 
-    def record_start(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        start.append(_hidden_states(args, kwargs))
-
     def record_call(call: seam.Call) -> None:
         calls.setdefault(call.module, call)
 
     with seam.eval_mode(model), seam.observing(model, record_call):
-        first_layer = _first_layer(model, modules[0])
-        hooks = [first_layer.register_forward_pre_hook(record_start, with_kwargs=True)]
-        hooks += [
+        hooks = [
             module.register_forward_pre_hook(record_input, with_kwargs=True) for module in modules
         ]
         try:
-            # Without a mask, position ids that jump would be read as packed documents.
-            model(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                position_ids=positions,
-                use_cache=False,
-            )
+            model(**arguments)
         finally:
             for hook in hooks:
                 hook.remove()
-    return [calls[module] for module in modules], inputs, start[0]
+    return [calls[module] for module in modules], inputs
 
 
 def _hidden_states(args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -169,15 +185,16 @@ def _encoding(call: seam.Call, other: seam.Call, turned: seam.Call, takes_positi
     return "alibi" if linear else "t5"
 
 
-def _turned(first: Tensor, second: Tensor) -> bool:
-    """Whether vectors point elsewhere; rounding after a change of length turns them a little."""
-    precision = torch.finfo(first.dtype).eps
-    change = (normalize(first.float(), dim=-1) - normalize(second.float(), dim=-1)).abs().max()
-    return bool(change > max(MIN_CHANGE, 4 * precision))
-
-
 def _changed(first: Tensor, second: Tensor) -> bool:
     return bool((first - second).abs().max() > MIN_CHANGE * first.abs().max())
+
+
+def _turned(first: Tensor, second: Tensor) -> bool:
+    """Whether a query has another direction. A temperature rounds the queries of two runs
+    differently, so what rounding can do does not count."""
+    units = [nn.functional.normalize(queries.float(), dim=-1) for queries in (first, second)]
+    change = float((units[0] - units[1]).abs().max())
+    return change > max(MIN_CHANGE, 4 * torch.finfo(first.dtype).eps)
 
 
 def _window(call: seam.Call) -> int | None:

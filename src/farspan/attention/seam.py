@@ -31,6 +31,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from farspan.attention import guard
 from farspan.attention.layout import (
     LayerLayout,
     Layout,
@@ -109,6 +110,8 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
 def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, _SeamState]]:
     """Put the model on the seam: the state of each attention module, with its recorded call."""
     if not installed(model):
+        with eval_mode(model):
+            guard.check_unchanged(model, nothing_attached)
         unshare_config(model)
         _set_attention(model, PREFIX + model.config._attn_implementation)
     for call in calls:
@@ -416,6 +419,13 @@ def _on_seam(model: PreTrainedModel) -> Iterator[None]:
         _set_attention(model, before)
 
 
+@contextmanager
+def nothing_attached(model: PreTrainedModel) -> Iterator[None]:
+    """The seam with no scales, layout or observers, which must change nothing."""
+    with _on_seam(model), _shared_state(model, _SeamState(layer=-1)):
+        yield
+
+
 def _set_attention(model: PreTrainedModel, name: str) -> None:
     if name.startswith(PREFIX):
         AttentionInterface.register(name, seam_attention)
@@ -512,6 +522,7 @@ def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None, window: int | None =
 def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
     """The registered function: apply the layout, scale queries, notify observers, call the model's
     own backend."""
+    attention_mask = mask_of_selected_keys(module, query, key, attention_mask, kwargs)
     state = module.__dict__.get(_KEY)
     if state is None:
         return own_attention(module, query, key, value, attention_mask, **kwargs)
@@ -530,6 +541,34 @@ def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwarg
     if state.observers:
         _notify_observers(state, module, query, key, value, attention_mask, kwargs)
     return (state.backend or own_attention)(module, query, key, value, attention_mask, **kwargs)
+
+
+def mask_of_selected_keys(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The mask with the selection of sparse attention in it.
+
+    Sparse families put their selection into the mask if the implementation is named `eager` or
+    `sdpa`; to every other name they hand it over, for a kernel: `indices` of keys [B, Q, top-k]
+    (DeepSeek V3.2), or `block_indices` with an indexer that makes the mask (MiniMax M3).
+    """
+    if (blocks := kwargs.pop("block_indices", None)) is not None:
+        queries, keys = query.shape[2], key.shape[2]
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(keys - queries, keys, device=query.device)[None]
+        indexer: Any = module.indexer
+        return indexer.build_block_mask(
+            blocks, mask, keys, query.dtype, query.device, positions.expand(query.shape[0], -1)
+        )
+    if (indices := kwargs.pop("indices", None)) is None or mask is None:
+        return mask
+    shape = (*indices.shape[:2], key.shape[2])
+    hidden = torch.ones(shape, dtype=torch.bool, device=query.device)
+    hidden = hidden.scatter(-1, indices.long(), False)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 def own_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
@@ -551,6 +590,11 @@ def scale_queries(
     scales = scales.to(q.device)
     if scales.constant:
         scale = scales.base[0][:, None]  # [H, 1]
+    elif mask is not None and mask.shape[1] > 1:
+        raise FarspanError(
+            "growing scales need one number of visible keys for all heads, and this model selects "
+            "keys for each head; use constant scales (headscale)"
+        )
     else:
         scale = scales.at(visible_keys(q, k, mask, window))[0].transpose(0, 1)  # [B or 1, H, Q]
     return (q * scale[..., None]).to(q.dtype)

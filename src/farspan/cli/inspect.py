@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,13 +19,17 @@ from farspan.cli.console import (
 from farspan.cli.options import AsJson, Model, Position, TrustRemoteCode
 
 if TYPE_CHECKING:
-    from farspan.workflows.inspect import Inspection
+    from farspan.workflows.inspect import Inspection, SeamCheck
 
 
 def inspect_command(
     model: Model,
     as_json: AsJson = False,
     position: Position = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Compare the model's logits with and without the seam."),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show which position encoding each layer uses, and whether attention scales can be folded.
@@ -33,7 +38,7 @@ def inspect_command(
     """
     from farspan.workflows.inspect import inspect
 
-    inspection = inspect(model, position=position, trust_remote_code=trust_remote_code)
+    inspection = inspect(model, position=position, check=check, trust_remote_code=trust_remote_code)
     if as_json:
         print_json(inspection.to_json(), indent=2)
     else:
@@ -68,7 +73,15 @@ def _facts(inspection: Inspection) -> Table:
         facts.add_row("query norm", inspection.query_norm)
     if inspection.temperature:
         facts.add_row("temperature", inspection.temperature)
+    if inspection.seam_check:
+        facts.add_row("attention seam", _describe_check(inspection.seam_check))
     return facts
+
+
+def _describe_check(check: SeamCheck) -> str:
+    change = max(check.uncached, check.cached)
+    outcome = f"changes logits by {change:.2g} of the largest" if change else "changes no logit"
+    return f"{outcome} ({check.tokens} tokens, with and without a cache)"
 
 
 def _layers(inspection: Inspection) -> Table:

@@ -30,8 +30,8 @@ from transformers import (
 
 from farspan.attention import seam
 from farspan.attention.layout import THETA
-from farspan.attention.model_facts import head_dim
 from farspan.attention.probe import probe
+from farspan.attention.small_config import head_dim
 from farspan.errors import FarspanError
 from farspan.formats.stock import SHARED, smollm3_config
 from farspan.model.config import FULL, FarspanConfig

@@ -62,6 +62,7 @@ from farspan.train.loop import LOCK, lock_run
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.train.sharding import processes
+from farspan.workflows.inspect import describe_temperatures
 from farspan.workflows.pretrain import matmul_flops_per_second
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
@@ -267,7 +268,7 @@ def _prepare(
     layers = probe(model)
     length = _check_lengths(run, model, layers, to, train_length)
     notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
-    notes = (*begin.notes, *notes)
+    notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
     splits = _split_text(data, tokenizer, to, length, run, begin.ids)
     advance()
     job = _make_job(run, model, tokenizer, layers, splits, to, length, out)

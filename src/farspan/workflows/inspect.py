@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from farspan.attention import guard, seam
 from farspan.attention.layout import Layout
 from farspan.attention.model_facts import (
-    built_in_temperature,
     claimed_position,
     config_train_length,
     default_scaled_layers,
-    head_dim,
     small_model,
 )
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
+from farspan.attention.small_config import head_dim
+from farspan.attention.temperature import LONGEST, Temperature, temperatures
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
@@ -30,6 +31,8 @@ from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
 from farspan.loading import find_patch, is_patch, load, load_config, load_gguf_config
 
+CHECKED_TOKENS = 256
+CHECKED_DECODED = 8  # of them read one at a time from a cache
 FULL_SIZE_LIMIT = 300_000_000  # parameters of a model that is built whole if no small one can be
 
 
@@ -54,6 +57,16 @@ class FoldReport:
 
 
 @dataclass(frozen=True)
+class SeamCheck:
+    """The largest change of a logit by the attention seam, of the largest logit."""
+
+    tokens: int
+    uncached: float
+    cached: float  # the last tokens are read one at a time from a cache
+    limit: float  # what rounding explains
+
+
+@dataclass(frozen=True)
 class Inspection:
     """The result of `farspan inspect`; `to_json` has stable keys."""
 
@@ -65,12 +78,13 @@ class Inspection:
     kv_heads: int
     head_dim: int
     base_scale: float
-    temperature: str | None  # a schedule that is built into the model
+    temperature: str | None  # a factor of its queries that grows with the position
     query_norm: str | None
     layers: tuple[LayerReport, ...]
     fold: FoldReport
     warnings: tuple[str, ...]
     patch: dict[str, Any] | None = None  # what a patch folder adds to its base model
+    seam_check: SeamCheck | None = None  # with `check`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,34 +95,64 @@ def inspect(
     model: str | Path | PreTrainedModel,
     *,
     position: str | None = None,
+    check: bool = False,
     trust_remote_code: bool = False,
 ) -> Inspection:
     """Inspect a model by running it on a few tokens.
 
     A folder with only a config, and a .gguf file, are inspected on a small random model with the
     same layers.
+    check: compare the logits of the model with and without the attention seam.
 
     >>> farspan.inspect("path/to/checkpoint").fold.possible
     True
     """
     if isinstance(model, PreTrainedModel):
-        return _inspect_model(model, type(model).__name__)
+        return _with_check(_inspect_model(model, type(model).__name__), model, check)
     folder, name = Path(model), str(model)
-    if folder.suffix == ".gguf" and not folder.is_dir():
+    if folder.suffix == ".gguf" and not folder.is_dir() and not check:
         return _inspect_config(load_gguf_config(folder), name, False, "only its header was read")
     if folder.is_dir() and not is_patch(folder):
         config = load_config(folder, position=position, trust_remote_code=trust_remote_code)
         if not weight_files(folder):
+            if check:
+                raise FarspanError(
+                    f"--check runs the model itself, and {name} has no weights; leave --check out, "
+                    "or give a folder with weights"
+                )
             return _inspect_config(config, name, trust_remote_code)
     loaded = load(model, position=position, trust_remote_code=trust_remote_code).model
     _check_weights(loaded, name)
     inspection, patch = _inspect_model(loaded, name), find_patch(model)
+    inspection = _with_check(inspection, loaded, check)
     if patch is None:
         return inspection
     parts = "; ".join(describe_patch(patch))
     note = f"patched by {patch.method} for {patch.target:,} tokens: {parts}"
     warnings = (note, *inspection.warnings)
     return replace(inspection, patch=patch.portable().describe(), warnings=warnings)
+
+
+def _with_check(inspection: Inspection, model: PreTrainedModel, check: bool) -> Inspection:
+    """The inspection with the difference that the seam makes to this model, if asked for."""
+    if not check:
+        return inspection
+    if seam.installed(model):
+        raise FarspanError(
+            f"--check compares a model with and without the attention seam, and {inspection.model} "
+            "has a patch there; give its base model"
+        )
+    tokens = random_tokens(model, CHECKED_TOKENS)
+    with seam.eval_mode(model):
+        changes = guard.difference(model, tokens, seam.nothing_attached, CHECKED_DECODED)
+    result = SeamCheck(tokens.shape[1], **changes, limit=guard.max_difference(model))
+    if max(changes.values()) <= result.limit:
+        return replace(inspection, seam_check=result)
+    warning = (
+        f"the attention seam changes the logits of this model by {max(changes.values()):.2g} of "
+        "the largest; evaluate it as it is, without scales and entropies"
+    )
+    return replace(inspection, seam_check=result, warnings=(*inspection.warnings, warning))
 
 
 def _check_weights(model: PreTrainedModel, name: str) -> None:
@@ -215,7 +259,7 @@ def _inspect_model(
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim(config),
         base_scale=head_dim(config) ** -0.5,
-        temperature=built_in_temperature(config),
+        temperature=None,
         query_norm=None,
         layers=tuple(
             LayerReport(index, "unknown", claimed_position(config, index), None)
@@ -234,23 +278,44 @@ def _inspect_model(
         )
         for layer in layers
     )
+    temperature, notes = describe_temperatures(model, layers, from_config.train_length)
     return replace(
         from_config,
         head_dim=layers[0].head_dim,
         base_scale=layers[0].base_scale,
+        temperature=temperature,
         query_norm=_query_norm(layers),
         layers=reports,
         fold=_fold_report(model, layers),
-        warnings=(*warnings, *_disagreements(reports)),
+        warnings=(*warnings, *notes, *_disagreements(reports)),
     )
+
+
+def describe_temperatures(
+    model: PreTrainedModel, layers: Sequence[Layer], length: int | None
+) -> tuple[str | None, list[str]]:
+    """The built-in temperatures in words, with their size at a length, and what to know of them."""
+    try:
+        measured = temperatures(model, layers, length)
+    except FarspanError as error:
+        return None, [str(error)]
+    if not measured:
+        return None, []
+    text = "; ".join(_describe_temperature(part, length) for part in measured)
+    return text, [f"the model already scales its attention ({text}); farspan's scales multiply it"]
+
+
+def _describe_temperature(temperature: Temperature, length: int | None) -> str:
+    """`1 + 0.1·ln(1 + ⌊n/8192⌋) in layers 3, 7, 11: ×1.32 at 262,144 tokens`."""
+    law = temperature.formula or "a growing factor that no known law fits"
+    length = min(length or LONGEST, LONGEST)
+    low, high = (f"×{value:.3g}" for value in temperature.at(length))
+    factor = low if low == high else f"{low} to {high} by head"
+    return f"{law} in layers {format_ranges(temperature.layers)}: {factor} at {length:,} tokens"
 
 
 def _config_warnings(config: PreTrainedConfig) -> list[str]:
     warnings = []
-    if temperature := built_in_temperature(config):
-        warnings.append(
-            f"the model already scales its attention ({temperature}); farspan's scales multiply it"
-        )
     length, table = config_train_length(config), getattr(config, "position_table", None)
     if "learned" in getattr(config, "position", ()) and table and length and table > length:
         warnings.append(f"its position table has {table} rows; those beyond {length} are untrained")

@@ -1,0 +1,194 @@
+"""The attention seam never changes what a model computes, and says so where it would."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from transformers.models.llama.modeling_llama import LlamaAttention
+from typer.testing import CliRunner
+
+import farspan
+from families import FAMILIES, SHAPE, SPARSE, randomized, tokens
+from farspan.attention import guard, seam
+from farspan.attention.scales import Scales
+from farspan.cli import app
+from farspan.errors import FarspanError
+
+LENGTH = 24
+every_sparse_family = pytest.mark.parametrize("name", SPARSE)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compared(monkeypatch):
+    monkeypatch.setattr(guard, "_differences", {})
+
+
+class WindowByName(LlamaAttention):
+    """Attention that sees four keys, but only under the names that it knows."""
+
+    def forward(self, hidden_states, *args, attention_mask=None, **kwargs):
+        length = hidden_states.shape[1]
+        if self.config._attn_implementation in ("eager", "sdpa") and length > 1:
+            band = torch.ones(length, length, dtype=torch.bool).tril().triu(-3)
+            attention_mask = band[None, None].expand(len(hidden_states), -1, -1, -1)
+        return super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
+
+
+class LlamaWithWindowByName(hf.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = WindowByName(config, index)
+
+
+def llama() -> hf.LlamaForCausalLM:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).eval()
+
+
+@torch.no_grad()
+def cached_logits(model: hf.PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    output = model(ids[:, :-3], use_cache=True)
+    parts = [output.logits]
+    for index in range(ids.shape[1] - 3, ids.shape[1]):
+        past = output.past_key_values
+        output = model(ids[:, index : index + 1], past_key_values=past, use_cache=True)
+        parts.append(output.logits)
+    return torch.cat(parts, dim=1)
+
+
+@every_sparse_family
+@torch.no_grad()
+def test_sparse_families_are_exact_under_the_seam(name: str):
+    model, ids = randomized(SPARSE[name]), tokens(LENGTH)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    plain = model(ids).logits, model(ids, attention_mask=padding).logits, cached_logits(model, ids)
+    heads = model.config.get_text_config().num_attention_heads
+    seam.install(model, Scales.uniform(1.0, range(4), heads))
+    routed = model(ids).logits, model(ids, attention_mask=padding).logits, cached_logits(model, ids)
+    for before, after in zip(plain, routed, strict=True):
+        assert torch.equal(before, after)
+    seam.install(model, Scales.uniform(1.5, range(4), heads))
+    assert not torch.allclose(model(ids).logits, plain[0])
+
+
+@every_sparse_family
+@torch.no_grad()
+def test_observers_and_scales_see_the_selected_keys_only(name: str):
+    model, calls = randomized(SPARSE[name]), []
+    with seam.observing(model, calls.append):
+        model(tokens(LENGTH))
+    selected = 8 if name == "minimax_m3_vl" else 4
+    for call in calls[:3]:
+        shown = call.mask if call.mask.dtype == torch.bool else call.mask == 0
+        assert int(shown.sum(-1).max()) == selected
+        assert torch.equal(shown, shown.tril())
+
+
+@every_sparse_family
+def test_a_dropped_selection_is_refused(name: str, monkeypatch):
+    def drop(module, query, key, mask, kwargs):
+        kwargs.pop("block_indices", None)
+        return mask
+
+    monkeypatch.setattr(seam, "mask_of_selected_keys", drop)
+    model = randomized(SPARSE[name])
+    config = model.config.get_text_config()  # as real models have it: no few tokens show it
+    for key, value in {
+        "index_topk": 2048,
+        "index_topk_blocks": 16,
+        "index_block_size": 128,
+    }.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    with pytest.raises(FarspanError, match="would change what"):
+        seam.install(model)
+    assert not seam.installed(model)
+
+
+def test_growing_scales_are_refused_where_heads_select_their_own_keys():
+    model = randomized(SPARSE["minimax_m3_vl"])
+    table = torch.full((1, 4), 0.1)
+    seam.install(model, Scales((0,), 1 + table, table, "log", 64))
+    with pytest.raises(FarspanError, match="for each head"):
+        model(tokens(LENGTH))
+
+
+def test_attention_that_tests_its_name_is_refused_and_inspected_by_its_config():
+    model = LlamaWithWindowByName(hf.LlamaConfig(**SHAPE)).eval()
+    before = model(tokens()).logits
+    for use in (lambda: seam.install(model), lambda: seam.observing(model, print).__enter__()):
+        with pytest.raises(FarspanError, match="would change what LlamaWithWindowByName computes"):
+            use()
+    assert torch.equal(model(tokens()).logits, before)
+    inspection = farspan.inspect(model, check=True)
+    assert {layer.position for layer in inspection.layers} == {"unknown"}
+    assert inspection.seam_check.uncached > 1e-2
+    assert "would change what" in inspection.warnings[0]
+    assert "the attention seam changes the logits of this model" in inspection.warnings[-1]
+
+
+def test_each_config_is_compared_once(monkeypatch):
+    built = []
+    build = guard._small_random_model
+    monkeypatch.setattr(
+        guard, "_small_random_model", lambda model: built.append(model) or build(model)
+    )
+    state = torch.get_rng_state()
+    for _ in range(2):
+        seam.install(llama())
+    wider = hf.LlamaConfig(**{**SHAPE, "vocab_size": 256, "intermediate_size": 96})
+    seam.install(hf.LlamaForCausalLM(wider))
+    assert len(built) == 1, "a width makes no difference"
+    seam.install(hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, attention_bias=True)))
+    seam.install(LlamaWithoutChange(hf.LlamaConfig(**SHAPE)))
+    assert len(built) == 3
+
+    torch.set_rng_state(state)
+    guard._differences.clear()
+    model = llama()
+    state = torch.get_rng_state()
+    seam.install(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class LlamaWithoutChange(hf.LlamaForCausalLM):
+    pass
+
+
+def test_windows_of_real_sizes_are_short_in_the_small_model():
+    config = hf.Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 26}, sliding_window=512)
+    small = guard._small_random_model(hf.Gemma3ForCausalLM(config))
+    assert small.config.sliding_window < guard.TOKENS
+    assert set(small.config.layer_types) == {"sliding_attention", "full_attention"}
+    assert len(small.model.layers) == len(small.config.layer_types) == 6
+
+
+def test_a_model_without_a_small_one_is_compared_itself(monkeypatch):
+    def fail(model):
+        raise ValueError
+
+    monkeypatch.setattr(guard, "_small_random_model", fail)
+    seam.install(llama().bfloat16())
+    with pytest.raises(FarspanError, match="would change what"):
+        seam.install(LlamaWithWindowByName(hf.LlamaConfig(**SHAPE)).train())
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt2", "granitemoehybrid"])
+def test_check_compares_the_model_itself(name: str, tmp_path):
+    family = next(family for family in FAMILIES if family.name == name)
+    family.build().save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--check", "--json"])
+    assert result.exit_code == 0, result.stderr
+    check = json.loads(result.stdout)["seam_check"]
+    assert check == {"tokens": 64, "uncached": 0.0, "cached": 0.0, "limit": 1e-4}
+
+
+def test_check_is_refused_where_it_cannot_compare(tmp_path):
+    hf.LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    for model, reason in ((tmp_path, "has no weights"), ("swan-twin", "has a patch")):
+        with pytest.raises(FarspanError, match=reason):
+            farspan.inspect(model, check=True)

@@ -1,0 +1,196 @@
+"""Temperatures that grow with the position are measured in any family, and are no rotation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import farspan
+from families import FAMILIES, SHAPE, SPARSE, TEMPERED, randomized, tokens
+from farspan.attention.probe import probe
+from farspan.attention.temperature import LONGEST, temperatures
+from farspan.errors import FarspanError
+
+
+def build(name: str, seed: int = 0) -> hf.PreTrainedModel:
+    if name in TEMPERED:
+        return randomized(TEMPERED[name], seed)
+    return next(family for family in FAMILIES if family.name == name).build(seed)
+
+
+# The laws as the families' papers and code give them, of positions p.
+LAWS: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "llama4": (
+        "1 + 0.1·ln(1 + ⌊n/8⌋)",
+        (3,),
+        lambda p: 1 + 0.1 * torch.log1p(((p + 1) / 8).floor()),
+    ),
+    "ministral3": (
+        "1 + 0.1·ln(1 + ⌊p/16⌋)",
+        (0, 1, 2, 3),
+        lambda p: 1 + 0.1 * torch.log1p((p / 16).floor()),
+    ),
+    "inkling": (
+        "1 + 0.1·ln(max(n/16, 1))",
+        (1, 3),
+        lambda p: 1 + 0.1 * torch.log(((p + 1) / 16).clamp(min=1)),
+    ),
+    "beam": (
+        "(1 + n/2048)^0.1",
+        (3,),
+        lambda p: ((1 + (p + 1) / 2048) / (1 + 1 / 2048)) ** 0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_law_of_a_family_is_measured(name: str):
+    formula, layers, law = LAWS[name]
+    model = build(name)
+    (temperature,) = temperatures(model, probe(model), length=50)
+    assert temperature.formula == formula
+    assert temperature.layers == layers
+    assert {0, 49, LONGEST} <= set(temperature.positions.tolist())
+    expected = law(temperature.positions.double())
+    assert torch.allclose(temperature.factors, expected.expand_as(temperature.factors), rtol=1e-5)
+    assert temperature.at(50) == pytest.approx((float(law(torch.tensor(49.0))),) * 2, rel=1e-5)
+
+
+def test_a_law_with_a_rate_for_each_head():
+    model = build("mistral_large4")
+    (temperature,) = temperatures(model, probe(model))
+    assert temperature.layers == (0, 1, 2, 3)
+    scaling = [layer.self_attn.softmax_scaling for layer in model.model.language_model.layers]
+    rates = torch.stack([(part.scale / part.bias).detach() for part in scaling])  # [layers, heads]
+    law = 1 + rates[..., None] * (temperature.positions + 1).log()
+    assert torch.allclose(temperature.factors.float(), law, rtol=1e-4)
+    low, high = float(rates.min()), float(rates.max())
+    assert temperature.formula == f"1 + a·ln(n) with a from {low:.3g} to {high:.3g} by head"
+
+
+@torch.no_grad()
+def rotating_layers(model: hf.PreTrainedModel) -> list[bool]:
+    """Whether the cached keys of each layer follow the position.
+
+    With one token attention returns its value at any temperature, so that all layers receive the
+    same hidden states at both positions."""
+    caches = [
+        model(
+            input_ids=tokens(1, batch=1),
+            attention_mask=torch.ones(1, 1),
+            position_ids=torch.tensor([[position]]),
+            use_cache=True,
+        ).past_key_values
+        for position in (0, 1000)
+    ]
+    return [
+        not (
+            torch.allclose(first.keys, second.keys) and torch.allclose(first.values, second.values)
+        )
+        for first, second in zip(*(cache.layers for cache in caches), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["beam", "mistral_large4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_temperature_is_no_rotation(name: str, dtype: torch.dtype):
+    for seed in range(3):
+        model = build(name, seed)
+        rotating = rotating_layers(model)
+        assert rotating == [True, True, True, False]
+        positions = [layer.position for layer in probe(model.to(dtype))]
+        assert positions == ["rope" if rotates else "none" for rotates in rotating]
+
+
+class ScaledQueries(LlamaAttention):
+    """Llama without keys that rotate: `change(query, position)` is all that positions do."""
+
+    def __init__(self, config, index: int, change):
+        super().__init__(config, index)
+        self.q_proj.register_forward_hook(lambda module, args, output: self._changed(output))
+        self.change = change
+
+    def _changed(self, queries: Tensor) -> Tensor:
+        split = queries.unflatten(-1, (-1, self.head_dim))
+        return self.change(split, self.positions[:, :, None, None].to(queries.dtype)).flatten(-2)
+
+    def forward(self, hidden_states, position_embeddings, *args, position_ids=None, **kwargs):
+        self.positions = position_ids
+        cos, sin = position_embeddings
+        identity = (torch.ones_like(cos), torch.zeros_like(sin))
+        return super().forward(hidden_states, identity, *args, **kwargs)
+
+
+def llama_with(change) -> hf.PreTrainedModel:
+    class ChangedLlama(hf.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for index, layer in enumerate(self.model.layers):
+                layer.self_attn = ScaledQueries(config, index, change)
+
+    torch.manual_seed(0)
+    return ChangedLlama(hf.LlamaConfig(**SHAPE)).eval()
+
+
+def test_a_query_direction_that_moves_is_rotation_and_a_length_is_not():
+    def turn(q, p):
+        a, b = q.chunk(2, dim=-1)
+        return torch.cat((a * p.cos() - b * p.sin(), a * p.sin() + b * p.cos()), dim=-1)
+
+    turning = llama_with(turn)
+    assert {layer.position for layer in probe(turning)} == {"rope"}
+    growing = llama_with(lambda q, p: q * (1 + p / 100))
+    assert {layer.position for layer in probe(growing)} == {"none"}
+
+
+def test_a_temperature_of_no_known_law_is_shown_without_a_formula():
+    model = llama_with(lambda q, p: q * (1 + torch.tanh(p / 50)))
+    (temperature,) = temperatures(model, probe(model), length=64)
+    assert temperature.formula is None
+    assert temperature.at(64) == pytest.approx((1 + math.tanh(63 / 50),) * 2, rel=1e-5)
+    text = farspan.inspect(model).temperature
+    assert text == "a growing factor that no known law fits in layers 0–3: ×1.85 at 64 tokens"
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere2", "gpt2", "farspan-alibi", "kimi-linear"])
+def test_families_without_a_temperature(name: str):
+    model = build(name)
+    assert temperatures(model, probe(model)) == []
+    assert farspan.inspect(model).temperature is None
+
+
+@torch.no_grad()
+def test_measuring_leaves_rotations_that_follow_the_length_as_they_were():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
+    ids = tokens(100, batch=1)
+    before = model(ids).logits
+    model(ids[:, :8])
+    assert temperatures(model, probe(model)) == []
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_inspect_says_what_the_model_scales_already():
+    inspection = farspan.inspect(build("llama4"))
+    factor = 1 + 0.1 * math.log(1 + 8)
+    text = f"1 + 0.1·ln(1 + ⌊n/8⌋) in layers 3: ×{factor:.3g} at 64 tokens"
+    assert inspection.temperature == text
+    assert (
+        f"the model already scales its attention ({text}); farspan's scales multiply it"
+        in inspection.warnings
+    )
+
+
+def test_a_model_that_cannot_be_measured_is_reported():
+    model = randomized(SPARSE["minimax_m3_vl"])
+    with pytest.raises(FarspanError, match="has a built-in temperature is unknown"):
+        temperatures(model, probe(model))
+    inspection = farspan.inspect(model)
+    assert inspection.temperature is None
+    assert any("built-in temperature is unknown" in warning for warning in inspection.warnings)
