@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tarfile
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
+import farspan
+from families import SHAPE
 from farspan.bundled import BUNDLED_MODELS
+from farspan.cli import main
+from farspan.data.documents import read_documents
+from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals.gates import METRICS
 from farspan.evals.ruler import (
     ADJECTIVES,
     NIAH_TASKS,
@@ -21,9 +33,14 @@ from farspan.evals.ruler import (
     NOUNS,
     TASKS,
     Ruler,
+    chat_frame,
     most_units,
     string_match,
 )
+from farspan.model import FarspanConfig, FarspanForCausalLM
+
+DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
+ARCHIVE = DATA / "bench.tar.xz"
 
 CITIES = ("Amsterdam", "Berlin", "Cairo", "Dublin", "Essen", "Florence", "Geneva", "Hanover")
 TRADES = ("baker", "miller", "sailor", "tailor", "weaver", "farmer", "hunter", "singer", "painter")
@@ -309,11 +326,12 @@ def test_no_word_contains_another():
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=60),
     room=st.integers(0, 300),
     least=st.integers(0, 5),
+    guess=st.integers(0, 70),
 )
-def test_as_many_units_as_fit(sizes, room, least):
+def test_as_many_units_as_fit(sizes, room, least, guess):
     least = min(least, len(sizes))
     room = max(room, sum(sizes[:least]))
-    units = most_units(lambda number: sum(sizes[:number]), room, least, len(sizes))
+    units = most_units(lambda number: sum(sizes[:number]), room, least, len(sizes), guess)
     assert sum(sizes[:units]) <= room
     assert units == len(sizes) or sum(sizes[: units + 1]) > room
 
@@ -362,3 +380,243 @@ def test_bad_question_files_raise_clear_errors(tokenizers, files, tmp_path):
         prompts(small)
     with pytest.raises(FarspanError, match="has 1 questions with answers, but 2 are needed"):
         prompts(small, samples=2)
+
+
+# The evaluation.
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A small random model with a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    text = next(iter(read_documents("python-docs/score"))).text
+    tokenizer = train_tokenizer([text[:40_000]], 800)
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": 800, "num_hidden_layers": 1}
+    FarspanForCausalLM(FarspanConfig(**shape, position="none")).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def scores_of(evaluation, answer):
+    """The scores if the model answered every prompt of three samples with `answer(task)`."""
+    answers = ["1111111", "2222222", "3333333", "4444444"]
+    samples = [
+        {
+            "task": cell.task,
+            "length": cell.length,
+            "haystack": cell.settings["haystack"],
+            "score": string_match(cell.task, answer(cell), answers),
+        }
+        for cell in evaluation.cells()
+        for _ in range(3)
+    ]
+    return {
+        (score.tags["task"], score.metric, score.length): score
+        for score in evaluation.score(samples)
+    }
+
+
+def test_the_average_says_of_how_many_tasks_it_is(files):
+    everything = "1111111 2222222 3333333 4444444"
+    half = "1111111 3333333"
+
+    def answer(cell):
+        return everything if cell.length < 8192 else half if cell.task == "vt" else everything
+
+    evaluation = Ruler((4096, 8192), samples=3)
+    scores = scores_of(evaluation, answer)
+    assert scores["average_of_11", "string_match", 4096].value == 100
+    assert scores["vt", "string_match", 8192].value == 50
+    average = scores["average_of_11", "string_match", 8192]
+    assert average.value == pytest.approx((10 * 100 + 50) / 11)
+    assert (average.n, average.tags["tasks"]) == (33, 11)
+    assert average.low < average.value < average.high <= 100.0001
+    assert scores["average_of_11", "effective_length", 8192].value == 8192
+    strict = scores_of(replace(evaluation, threshold=96), answer)
+    assert strict["average_of_11", "effective_length", 8192].value == 4096
+    assert strict["average_of_11", "effective_length", 8192].tags["threshold"] == 96
+    assert Ruler((4096,)).threshold == 85.6
+    whole = scores_of(Ruler((4096,), TASKS, 3, **files), answer)
+    assert whole["average_of_13", "string_match", 4096].n == 39
+    assert whole["qa_1", "string_match", 4096].tags["haystack"] == "squad.json"
+
+
+def test_a_bundled_model_runs_the_suite(tmp_path, files):
+    result = farspan.evaluate(
+        "nope-twin",
+        "ruler",
+        tmp_path / "results",
+        lengths=[600],
+        limit=1,
+        data={"squad": files["squad"]},
+    )
+    assert {score.tags["task"] for score in result.scores} == {*TASKS[:12], "average_of_12"}
+    evaluation = Ruler((600,), TASKS[:12], squad=files["squad"])
+    assert [score.key for score in result.scores] == evaluation.score_keys()
+    assert {key.metric for key in evaluation.score_keys()} <= {*METRICS}
+    lines = (tmp_path / "results" / "samples" / "ruler.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 12
+    for sample in samples:
+        assert sample["tokens"] + sample["answer_tokens"] == 600
+        assert sample["score"] == string_match(
+            sample["task"], sample["prediction"], sample["answers"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--lengths", "256"],
+            r"the task \w+ of ruler needs \d+ tokens with this tokenizer, but a",
+        ),
+        (["--lengths", "600", "--tasks", "vt,cwee"], "ruler has no task 'cwee'; did you mean cwe?"),
+        (["--lengths", "600", "--tasks", "qa_1"], "the task qa_1 needs a file; add --data squad="),
+        (["--data", "essays=x.txt"], "it takes haystack=PATH, squad=PATH, hotpotqa=PATH"),
+        (["--system-instruction", "Be brief."], "is part of a chat; add --apply-chat-template"),
+        (["--suite", "needle", "--tasks", "vt"], "suite needle does not use --tasks vt; remove it"),
+        (
+            ["--suite", "needle", "--apply-chat-template"],
+            "suite needle does not use --apply-chat-template; remove it",
+        ),
+        (["--suite", "paper", "--threshold", "3"], "suite paper needs pg19"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(
+    tiny, tmp_path, capsys, monkeypatch, words, message
+):
+    suite = [] if "--suite" in words else ["--suite", "ruler"]
+    command = ["farspan", "eval", str(tiny), *suite, *words, "-o", str(tmp_path / "results")]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "results").exists()
+
+
+# Chat models.
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_chat_prompts_are_the_template_around_the_message(tokenizers, tiny, system):
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny)
+    frame = chat_frame(tokenizer, system)
+    before = "[system]Be brief.[end][user]" if system else "[user]"
+    assert frame == (before, "[end][assistant]<think></think>")
+    for length in (1400, 1401):
+        evaluation = Ruler((length,), samples=2, frame=frame)
+        for cell in evaluation.cells():
+            samples, rows, answer_tokens = evaluation.prompts(cell, tokenizer)
+            for sample, row in zip(samples, rows, strict=True):
+                assert len(row) + answer_tokens == length
+                text = tokenizer.decode(row)
+                assert text.startswith(before + sample.head)
+                assert text.endswith(f"{sample.question}{frame[1]}{sample.answer_start}")
+                message = text.removeprefix(before).replace(frame[1], " ")
+                check(cell.task, message, sample)
+
+
+def test_the_template_decides_the_begin_of_text_token(tiny):
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny)
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $0",
+        special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)],
+    )
+    tokenizer.chat_template = "{{ bos_token }}" + TEMPLATE
+    for frame in (None, chat_frame(tokenizer)):
+        evaluation = Ruler((900,), ("fwe",), 1, frame=frame)
+        _, ((first, second, *rest),), answer_tokens = evaluation.prompts(
+            evaluation.cells()[0], tokenizer
+        )
+        assert (first, len(rest) + 2 + answer_tokens) == (tokenizer.bos_token_id, 900)
+        assert tokenizer.bos_token_id not in (second, *rest)
+
+
+def test_templates_that_do_not_work_raise_clear_errors(tiny):
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny)
+    for template, system, message in (
+        (None, None, "has no chat template; leave --apply-chat-template out"),
+        ("{{ raise_exception('no system role') }}", "x", "failed .no system role.; leave --system"),
+        ("{{ messages[0].role }}", None, "leaves the user's message out"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(FarspanError, match=message):
+            chat_frame(tokenizer, system)
+
+
+def test_the_command_applies_the_chat_template(tiny, tmp_path, capsys, monkeypatch):
+    frames = []
+    monkeypatch.setattr(Ruler, "check_least", lambda self, _: frames.append(self.frame))
+    words = ["--tasks", "fwe", "--lengths", "900", "--limit", "1", "--threshold", "10"]
+    chat = ["--apply-chat-template", "--system-instruction", "Be brief."]
+    for number, more in enumerate(([], chat)):
+        folder = str(tmp_path / str(number))
+        command = ["farspan", "eval", str(tiny), "--suite", "ruler", *words, *more, "-o", folder]
+        monkeypatch.setattr("sys.argv", [*command, "--json"])
+        with pytest.raises(SystemExit) as error:
+            main()
+        assert error.value.code in (0, None)
+        scores = json.loads(capsys.readouterr().out)["scores"]
+        assert [score["metric"] for score in scores] == ["string_match", "effective_length"]
+        assert scores[1]["tags"]["threshold"] == 10
+    assert frames == [None, ("[system]Be brief.[end][user]", "[end][assistant]<think></think>")]
+
+
+# The official generator's prompts, which are not part of the repository.
+
+
+@pytest.fixture(scope="session")
+def official():
+    if not ARCHIVE.exists():
+        pytest.skip(f"{ARCHIVE} is not there")
+    with tarfile.open(ARCHIVE) as archive:
+        file = archive.extractfile("bench/ruler/4096_niah_multikey_3.jsonl")
+        return [json.loads(line) for line in file]
+
+
+def test_official_prompts_have_our_form(official, tokenizers):
+    """The official texts, and ours without the cut line, follow from their facts alike."""
+    evaluation = Ruler((4096,), ("niah_multikey_3",), 3)
+    samples, rows, _ = evaluation.prompts(evaluation.cells()[0], tokenizers["subword"])
+    ours = [
+        (tokenizers["subword"].decode(row), sample.answers)
+        for sample, row in zip(samples, rows, strict=True)
+    ]
+    theirs = [(row["input"], tuple(row["outputs"])) for row in official]
+    assert len(theirs) > 100
+    for text, answers in [*ours, *theirs]:
+        facts = NEEDLE.findall(text)
+        ((key, value),) = [fact for fact in facts if fact[1] in answers]
+        lines = [f"One of the special magic uuids for {k} is: {v}." for k, v in facts]
+        head, tail = (
+            "A special magic uuid is hidden within the following text. Make sure to memorize it. "
+            "I will quiz you about the uuid afterwards.",
+            f"What is the special magic uuid for {key} mentioned in the provided text? "
+            f"The special magic uuid for {key} mentioned in the provided text is",
+        )
+        first, *middle, last = text.split("\n")
+        assert (first, last, value) == (head, tail, answers[0])
+        assert middle[: len(lines)] == lines
+        assert len(middle) - len(lines) <= ((text, answers) in ours)
+
+
+def test_scores_agree_on_official_prompts(official):
+    """RULER's string_match_all, written here from its definition, on right and wrong answers."""
+    for number, row in enumerate(official):
+        answer = row["outputs"][0]
+        near = NEEDLE.findall(row["input"])[number % 7][1]
+        for text in (f" {answer}.", answer.upper(), answer[:-1], near, f"{near}, {answer}", ""):
+            expected = sum(1.0 if each.lower() in text.lower() else 0.0 for each in row["outputs"])
+            expected /= len(row["outputs"])
+            assert string_match("niah_multikey_3", text, row["outputs"]) == expected

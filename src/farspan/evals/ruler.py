@@ -12,7 +12,7 @@ import math
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,11 +182,11 @@ class Ruler:
         ]
 
     def score_keys(self) -> list[ScoreKey]:
-        """Scores at every length; the effective length belongs to the longest one."""
+        """Scores at every length; the effective length is that of the average."""
         lengths = sorted({cell.length for cell in self.cells()})
         tasks = [*self.tasks, *[average_task(len(self.tasks))] * (len(self.tasks) > 1)]
         keys = [ScoreKey(NAME, task, METRIC, length) for task in tasks for length in lengths]
-        return keys + [ScoreKey(NAME, task, "effective_length", lengths[-1]) for task in tasks]
+        return [*keys, ScoreKey(NAME, tasks[-1], "effective_length", lengths[-1])]
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         prompts, rows, answer_tokens = self.prompts(cell, tokenizer)
@@ -212,10 +212,11 @@ class Ruler:
         ]
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The score of each task at each length, RULER's average, and effective lengths."""
+        """The score of each task at each length, RULER's average, and its effective length."""
         tasks = len({sample["task"] for sample in samples})
         scores = needle.task_scores(NAME, METRIC, samples, 100, average_task(tasks))
-        return [*scores, *needle.effective_lengths(scores, self.threshold)]
+        last = [score for score in scores if score.tags["task"] == scores[-1].tags["task"]]
+        return [*scores, *needle.effective_lengths(last, self.threshold)]
 
     def prompts(
         self, cell: EvalCell, tokenizer: Any
@@ -232,8 +233,13 @@ class Ruler:
                 f"length is {cell.length}; use lengths from {needed} on, or leave the task out by "
                 "--tasks"
             )
-        size = cell.length - answer_tokens
-        return prompts, [self._row(prompt, size, tokenizer) for prompt in prompts], answer_tokens
+        begin = self._begin(tokenizer)
+        size = cell.length - answer_tokens - len(begin)
+        rows, units = [], prompts[0].least + 16
+        for prompt in prompts:
+            units, row = self._row(prompt, size, tokenizer, units)
+            rows.append([*begin, *row])
+        return prompts, rows, answer_tokens
 
     def check_least(self, tokenizer: Any) -> None:
         """Refuse a length that is too short for one of the tasks."""
@@ -269,11 +275,13 @@ class Ruler:
 
     # From parts to tokens.
 
+    def _begin(self, tokenizer: Any) -> list[int]:
+        """A chat template has its own begin-of-text token."""
+        return [] if self.frame else begin_of_text(tokenizer)
+
     def _start(self, prompt: RulerPrompt, tokenizer: Any, units: int) -> list[int]:
-        text = prompt.head + prompt.context(units)
-        if self.frame is None:
-            return [*begin_of_text(tokenizer), *encode(tokenizer, text)]
-        return encode(tokenizer, self.frame[0] + text)
+        before = self.frame[0] if self.frame else ""
+        return encode(tokenizer, before + prompt.head + prompt.context(units))
 
     def _end(self, prompt: RulerPrompt, tokenizer: Any) -> list[int]:
         between = " " if self.frame is None else self.frame[1]
@@ -287,19 +295,19 @@ class Ruler:
             len(self._start(prompt, tokenizer, prompt.least)) + len(self._end(prompt, tokenizer))
             for prompt in prompts
         )
-        return needed + answer, answer
+        return len(self._begin(tokenizer)) + needed + answer, answer
 
-    def _row(self, prompt: RulerPrompt, size: int, tokenizer: Any) -> list[int]:
-        """Exactly `size` tokens."""
+    def _row(
+        self, prompt: RulerPrompt, size: int, tokenizer: Any, guess: int
+    ) -> tuple[int, list[int]]:
+        """Exactly `size` tokens, and the number of whole units in them."""
         end = self._end(prompt, tokenizer)
         room = size - len(end)
+        start_of = cache(lambda units: self._start(prompt, tokenizer, units))
         units = most_units(
-            lambda units: len(self._start(prompt, tokenizer, units)),
-            room,
-            prompt.least,
-            prompt.most,
+            lambda units: len(start_of(units)), room, prompt.least, prompt.most, guess
         )
-        start = self._start(prompt, tokenizer, units)
+        start = start_of(units)
         missing = room - len(start)
         filler = encode(tokenizer, prompt.filler(units, missing))[:missing] if missing else []
         if len(filler) < missing:
@@ -308,7 +316,7 @@ class Ruler:
                 f"{len(start) + len(filler)} tokens, but {room} are needed; use a larger file or "
                 "shorter lengths"
             )
-        return [*start, *filler, *end]
+        return units, [*start, *filler, *end]
 
     # The tasks.
 
@@ -497,7 +505,7 @@ class Ruler:
 
 def average_task(tasks: int) -> str:
     """The name of the average says of how many tasks it is; RULER's own is that of 13."""
-    return f"average_of_{tasks}_tasks"
+    return f"average_of_{tasks}"
 
 
 def string_match(task: str, prediction: str, answers: Sequence[str]) -> float:
@@ -558,14 +566,14 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> tuple[str, str]:
     return before, after
 
 
-def most_units(count: Callable[[int], int], room: int, least: int, most: int) -> int:
+def most_units(count: Callable[[int], int], room: int, least: int, most: int, guess: int) -> int:
     """The largest number of units whose tokens fit, by interpolation; `least` is known to fit.
 
-    >>> most_units(lambda units: 10 + 7 * units, 40, 0, 100)
+    >>> most_units(lambda units: 10 + 7 * units, 40, 0, 100, guess=16)
     4
     """
     low, tokens, high = least, count(least), most + 1
-    step = 16
+    step = guess - low
     while high - low > 1:
         guess = min(low + max(1, step), high - 1)
         reached = count(guess)
