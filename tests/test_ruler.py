@@ -296,6 +296,22 @@ def test_prompts_of_any_length_are_exact(tokenizers, length, task):
     assert len(row) + answer_tokens == length
 
 
+class TwoTokensPerCharacter:
+    bos_token_id = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [half for letter in text for half in (ord(letter), 0)]}
+
+
+def test_the_answer_has_its_published_room_or_more_if_its_tokens_need_it(tokenizers, files):
+    def rooms(tokenizer, tasks=TASKS, length=4096):
+        evaluation = Ruler((length,), tasks, 2, **files)
+        return [evaluation.prompts(cell, tokenizer)[2] for cell in evaluation.cells()]
+
+    assert rooms(tokenizers["subword"]) == [128] * 8 + [30, 120, 50, 32, 32]
+    assert rooms(TwoTokensPerCharacter(), ("vt", "fwe"), 9000) == [2 * (5 * 5 + 5), 50]
+
+
 def test_words_repeat_as_published(tokenizers):
     def counts(length):
         evaluation = Ruler((length,), tasks=("cwe",), samples=1)

@@ -11,7 +11,7 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import cycle, islice
 from pathlib import Path
@@ -139,7 +139,7 @@ class RulerPrompt:
     depths: tuple[float, ...] = ()  # of each needle: the share of the units before it
     least: int = 0  # units
     most: int = 1 << 40  # units
-    answer_separator: str = ", "
+    written: str = ""  # the answers as a model would write them; default: with commas
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,14 @@ class Ruler:
         """One cell for each task and length."""
         self._check()
         settings = {"samples": self.samples, "seed": self.seed, "frame": self.frame}
-        return [
-            EvalCell(NAME, task, length, {**settings, "haystack": self._source(task, length)})
-            for length in self.lengths
-            for task in self.tasks
-        ]
+        cells = []
+        for length in self.lengths:
+            sources = self._sources(length)
+            cells += [
+                EvalCell(NAME, task, length, {**settings, "haystack": sources[task]})
+                for task in self.tasks
+            ]
+        return cells
 
     def score_keys(self) -> list[ScoreKey]:
         """Scores at every length; the effective length is that of the average."""
@@ -215,8 +218,9 @@ class Ruler:
         """The score of each task at each length, RULER's average, and its effective length."""
         tasks = len({sample["task"] for sample in samples})
         scores = needle.task_scores(NAME, METRIC, samples, 100, average_task(tasks))
-        last = [score for score in scores if score.tags["task"] == scores[-1].tags["task"]]
-        return [*scores, *needle.effective_lengths(last, self.threshold)]
+        last = scores[-1].tags["task"] if scores else ""  # the average, if there are several tasks
+        means = [score for score in scores if score.tags["task"] == last]
+        return [*scores, *needle.effective_lengths(means, self.threshold)]
 
     def prompts(
         self, cell: EvalCell, tokenizer: Any
@@ -243,7 +247,7 @@ class Ruler:
 
     def check_least(self, tokenizer: Any) -> None:
         """Refuse a length that is too short for one of the tasks."""
-        for cell in self.cells()[: len(self.tasks)]:
+        for cell in replace(self, lengths=(min(self.lengths),)).cells():
             *_, last = variants(cell.task, cell.length)
             prompts = [self._prompt(cell, number, last) for number in range(self.samples)]
             if self._needed(cell.task, prompts, tokenizer)[0] > cell.length:
@@ -262,16 +266,17 @@ class Ruler:
         if self.samples < 1:
             raise FarspanError(f"the ruler setting samples is {self.samples}; use 1 or more")
 
-    def _source(self, task: str, length: int) -> str:
-        """What a task's context is made of, with a hash of what was read from a file."""
-        if task in QA_FILES:
-            file = Path(getattr(self, QA_FILES[task]))
-            return f"{file.name} {_digest(file)[:16]}"
-        if task in NIAH_TASKS and NIAH_TASKS[task].haystack == "essay":
-            return needle.haystack_name(self.haystack, length)
-        if task in NIAH_TASKS:
-            return NIAH_TASKS[task].haystack
-        return "noise" if task == "vt" else "words"
+    def _sources(self, length: int) -> dict[str, str]:
+        """What each task's context is made of, with a hash of what is read from a file."""
+        kinds = {task: NIAH_TASKS[task].haystack for task in self.tasks if task in NIAH_TASKS}
+        if "essay" in kinds.values():
+            essay = needle.haystack_name(self.haystack, length)
+            kinds = {task: essay if kind == "essay" else kind for task, kind in kinds.items()}
+        files = {
+            task: Path(getattr(self, QA_FILES[task])) for task in self.tasks if task in QA_FILES
+        }
+        read = {task: f"{file.name} {_digest(file)[:16]}" for task, file in files.items()}
+        return {"vt": "noise", "cwe": "words", "fwe": "words", **kinds, **read}
 
     # From parts to tokens.
 
@@ -289,7 +294,7 @@ class Ruler:
 
     def _needed(self, task: str, prompts: list[RulerPrompt], tokenizer: Any) -> tuple[int, int]:
         """The tokens of the longest prompt with least context and answer, and of that answer."""
-        answers = (f" {prompt.answer_separator.join(prompt.answers)}" for prompt in prompts)
+        answers = (f" {prompt.written or ', '.join(prompt.answers)}" for prompt in prompts)
         answer = max(ANSWER_TOKENS[task], *(len(encode(tokenizer, text)) for text in answers))
         needed = max(
             len(self._start(prompt, tokenizer, prompt.least)) + len(self._end(prompt, tokenizer))
@@ -403,7 +408,7 @@ class Ruler:
             VT_ANSWER.format(count=len(names), value=value),
             tuple(names),
             depths,
-            answer_separator=" ",
+            written=" ".join(names),
         )
 
     def _cwe(self, number: int, common: int, uncommon: int, *example: int) -> RulerPrompt:
@@ -433,7 +438,16 @@ class Ruler:
             listed = shown * often + others(2, count) * seldom
             self._rng("cwe", number, 4).shuffle(listed)
             head = f"{CWE}{_numbered(listed)}{CWE_QUESTION} {CWE_ANSWER} {_numbered(shown)}\n{CWE}"
-        return RulerPrompt(head, context, filler, CWE_QUESTION, CWE_ANSWER, tuple(answers), least=1)
+        return RulerPrompt(
+            head,
+            context,
+            filler,
+            CWE_QUESTION,
+            CWE_ANSWER,
+            tuple(answers),
+            least=1,
+            written=_numbered(answers),
+        )
 
     def _fwe(self, length: int, number: int) -> RulerPrompt:
         """Coded words whose frequencies follow a Zipf law; the most frequent one is dots."""
@@ -500,6 +514,7 @@ class Ruler:
             "Answer:",
             answers,
             most=len(others),
+            written=max(answers, key=len),
         )
 
 
