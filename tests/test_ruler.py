@@ -243,14 +243,14 @@ def check(task, text, sample):
         check_documents(task, text, sample)
 
 
-def long_length(length, samples):
-    return pytest.param(length, samples, marks=pytest.mark.long)
+def by_hand(length, samples):
+    return pytest.param(length, samples, marks=pytest.mark.manual)
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(
     ("length", "samples"),
-    [(512, 8), (4096, 2), long_length(512, 1000), long_length(4096, 200), long_length(32_768, 50)],
+    [(512, 8), (4096, 2), by_hand(512, 1000), by_hand(4096, 200), by_hand(32_768, 50)],
 )
 @pytest.mark.parametrize("name", ["subword", "byte", "word"])
 def test_prompts_are_exact_and_ask_for_what_they_hide(
