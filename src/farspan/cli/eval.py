@@ -48,7 +48,8 @@ Out = Annotated[
 SuiteName = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="quick, paper, perplexity, passkey, needle, longbench or commonsense."
+        metavar="NAME",
+        help="quick, paper, perplexity, passkey, needle, ruler, longbench or commonsense.",
     ),
 ]
 Lengths = Annotated[
@@ -137,7 +138,47 @@ Beams = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    _count_option("needle, longbench, commonsense: examples per task.", "20 needles; else all"),
+    _count_option(
+        "needle, ruler, longbench, commonsense: examples per task.",
+        "20 in needle and ruler; else all",
+    ),
+]
+Tasks = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="RULER: tasks, e.g. niah_single_1,vt, of niah_single_1 to 3, niah_multikey_1 to 3, "
+        "niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1 and qa_2.",
+        show_default="all; qa_1 and qa_2 with --data squad= and hotpotqa=",
+        rich_help_panel="Evaluation settings",
+    ),
+]
+ApplyChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--apply-chat-template",
+        help="RULER: send prompts as messages, by the chat template of the tokenizer.",
+        rich_help_panel="Evaluation settings",
+    ),
+]
+SystemInstruction = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="RULER: system message of the chat.",
+        rich_help_panel="Evaluation settings",
+    ),
+]
+Threshold = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=100,
+        metavar="SCORE",
+        help="RULER: score from which on a length is effective.",
+        show_default="85.6",
+        rich_help_panel="Evaluation settings",
+    ),
 ]
 
 
@@ -159,11 +200,15 @@ def eval_command(
     windows: SampledWindows = None,
     beams: Beams = None,
     limit: Limit = None,
+    tasks: Tasks = "",
+    apply_chat_template: ApplyChatTemplate = False,
+    system_instruction: SystemInstruction = None,
+    threshold: Threshold = None,
     position: Position = None,
     bos: Bos = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Evaluate a model: perplexity, passkeys, needles, LongBench or commonsense, by length.
+    """Evaluate a model by length: perplexity, passkeys, needles, RULER, LongBench, commonsense.
 
     An interrupted evaluation resumes when the same command is run again.
     """
@@ -187,6 +232,10 @@ def eval_command(
             windows=windows,
             beams=beams,
             limit=limit,
+            tasks=[task.strip() for task in tasks.split(",")] if tasks else (),
+            apply_chat_template=apply_chat_template,
+            system_instruction=system_instruction,
+            threshold=threshold,
             seed=seed,
             position=position,
             bos=bos,

@@ -25,6 +25,7 @@ METRICS = (
     "passkey_mean",
     "passkey_grid_mean",
     "recall",
+    "string_match",
     "effective_length",
     "acc",
     "acc_norm",

@@ -100,15 +100,7 @@ class Needle:
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
-        end_ids = end_tokens(model, tokenizer)
-        predictions: list[str] = []
-
-        def run_batch(start: int, stop: int) -> None:
-            prompts = torch.tensor(rows[start:stop])
-            generated = generate_tokens(model, prompts, answer_tokens, end_ids=end_ids)
-            predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
-
-        run_in_batches(len(rows), rows_per_batch(model, cell.length, self.batch), run_batch)
+        predictions = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
         return [
             {
                 "eval": NAME,
@@ -135,14 +127,14 @@ class Needle:
         """The samples of a cell, their equally long prompts, and the tokens left for an answer."""
         samples = [self._make_sample(cell.task, number) for number in range(self.samples)]
         answer_tokens = 2 * max(
-            len(_encode(tokenizer, " " + ", ".join(sample.answers))) for sample in samples
+            len(encode(tokenizer, " " + ", ".join(sample.answers))) for sample in samples
         )
-        intro = [*begin_of_text(tokenizer), *_encode(tokenizer, INTROS.get(cell.task, INTRO))]
-        sentences = [_encode(tokenizer, sentence) for sentence in self._sentences(cell.length)]
+        intro = [*begin_of_text(tokenizer), *encode(tokenizer, INTROS.get(cell.task, INTRO))]
+        sentences = [encode(tokenizer, sentence) for sentence in self._sentences(cell.length)]
         rows = []
         for number, sample in enumerate(samples):
-            question = _encode(tokenizer, sample.question)
-            needles = [_encode(tokenizer, needle) for needle in sample.needles]
+            question = encode(tokenizer, sample.question)
+            needles = [encode(tokenizer, needle) for needle in sample.needles]
             fixed = answer_tokens + len(intro) + len(question) + sum(map(len, needles))
             if fixed > cell.length:
                 raise FarspanError(
@@ -155,58 +147,8 @@ class Needle:
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Recall for each task and length, its average over tasks, and effective lengths."""
-        groups: dict[str, dict[int, list[float]]] = {}
-        for sample in samples:
-            lengths = groups.setdefault(sample["task"], {})
-            lengths.setdefault(sample["length"], []).append(sample["score"])
-        shared = (
-            {"haystack": samples[0]["haystack"].rpartition(" ")[0] or "filler"} if samples else {}
-        )
-        scores: list[Score] = []
-        for task, lengths in groups.items():
-            tags = {"task": task, **shared}
-            scores += [
-                Score(
-                    NAME,
-                    "recall",
-                    length,
-                    *wilson(sum(values), len(values)),
-                    len(values),
-                    dict(tags),
-                )
-                for length, values in sorted(lengths.items())
-            ]
-        if len(groups) > 1:
-            tags = {"task": "average", "tasks": len(groups), **shared}
-            common = set.intersection(*(set(lengths) for lengths in groups.values()))
-            for length in sorted(common):
-                parts = [
-                    score
-                    for score in scores
-                    if score.length == length and score.tags["task"] in groups
-                ]
-                mean = average([(score.value, score.low, score.high) for score in parts])
-                count = sum(score.n for score in parts)
-                scores.append(Score(NAME, "recall", length, *mean, count, dict(tags)))
-        return [*scores, *self._effective_lengths(scores)]
-
-    def _effective_lengths(self, recalls: list[Score]) -> list[Score]:
-        """The interval is that of the lower and the upper bounds of recall."""
-        scores = []
-        for task in dict.fromkeys(score.tags["task"] for score in recalls):
-            group = [score for score in recalls if score.tags["task"] == task]
-            value, low, high = (
-                effective_length(
-                    {score.length: getattr(score, bound) for score in group}, self.threshold
-                )
-                for bound in ("value", "low", "high")
-            )
-            tags = {**group[-1].tags, "threshold": self.threshold}
-            count = sum(score.n for score in group)
-            scores.append(
-                Score(NAME, "effective_length", group[-1].length, value, low, high, count, tags)
-            )
-        return scores
+        scores = task_scores(NAME, "recall", samples)
+        return [*scores, *effective_lengths(scores, self.threshold)]
 
     def _check(self) -> None:
         if not self.lengths:
@@ -227,28 +169,14 @@ class Needle:
 
     # The haystack.
 
-    def _text(self, length: int) -> str:
-        pieces, characters = [], 0
-        for document in read_documents(self.haystack):
-            pieces.append(document.text)
-            characters += len(document.text)
-            if characters >= CHARACTERS_PER_TOKEN * length:
-                break
-        return " ".join(" ".join(pieces).split())[: CHARACTERS_PER_TOKEN * length]
-
     def _haystack_name(self, length: int) -> str:
-        if not self.haystack:
-            return "filler"
-        digest = hashlib.sha256(self._text(length).encode()).hexdigest()
-        return f"{Path(self.haystack).name} {digest[:16]}"
+        return haystack_name(self.haystack, length) if self.haystack else "filler"
 
     def _sentences(self, length: int) -> list[str]:
         """The sentences of the haystack, each with a leading space."""
         if not self.haystack:
             return re.findall(r" [^.]+\.", FILLER)
-        return [
-            f" {sentence}" for sentence in re.split(r"(?<=[.!?]) ", self._text(length)) if sentence
-        ]
+        return [f" {sentence}" for sentence in haystack_sentences(self.haystack, length)]
 
     def _hay(
         self, sentences: list[list[int]], size: int, number: int
@@ -283,7 +211,7 @@ class Needle:
             return self._variables(rng)
         keys = {"multi-key": self.keys, "multi-query": self.queries}.get(task, 1)
         values = self.values if task == "multi-value" else 1
-        numbers = iter(_draw_distinct(rng, NUMBERS, keys * values))
+        numbers = iter(draw_distinct(rng, NUMBERS, keys * values))
         facts = {key: [next(numbers) for _ in range(values)] for key in _draw_keys(rng, keys)}
         queried = list(facts) if task == "multi-query" else list(facts)[:1]
         # Over the samples the first needle moves evenly from start to end; the others are random.
@@ -304,8 +232,8 @@ class Needle:
     def _variables(self, rng: np.random.Generator) -> NeedleSample:
         """Chains of assignments in order. The question asks for the variables of the first one."""
         size = self.hops + 1
-        names = _draw_names(rng, self.chains * size)
-        values = _draw_distinct(rng, VALUES, self.chains)
+        names = draw_names(rng, self.chains * size)
+        values = draw_distinct(rng, VALUES, self.chains)
         needles: list[str] = []
         depths: list[float] = []
         for chain, value in enumerate(values):
@@ -320,6 +248,45 @@ class Needle:
         return NeedleSample(tuple(needles), tuple(depths), question, tuple(names[:size]))
 
 
+def haystack_text(haystack: str | Path, length: int) -> str:
+    """The first words of a text, enough for samples of this length that differ."""
+    pieces, characters = [], 0
+    for document in read_documents(haystack):
+        pieces.append(document.text)
+        characters += len(document.text)
+        if characters >= CHARACTERS_PER_TOKEN * length:
+            break
+    return " ".join(" ".join(pieces).split())[: CHARACTERS_PER_TOKEN * length]
+
+
+def haystack_sentences(haystack: str | Path, length: int) -> list[str]:
+    text = haystack_text(haystack, length)
+    return [sentence for sentence in re.split(r"(?<=[.!?]) ", text) if sentence]
+
+
+def haystack_name(haystack: str | Path, length: int) -> str:
+    """The file's name and a hash of the part that is read."""
+    digest = hashlib.sha256(haystack_text(haystack, length).encode()).hexdigest()
+    return f"{Path(haystack).name} {digest[:16]}"
+
+
+def generate_texts(
+    model: Any, tokenizer: Any, rows: list[list[int]], answer_tokens: int, batch: int
+) -> list[str]:
+    """The greedy continuation of each of some equally long prompts."""
+    end_ids = end_tokens(model, tokenizer)
+    predictions: list[str] = []
+
+    def run_batch(start: int, stop: int) -> None:
+        prompts = torch.tensor(rows[start:stop])
+        generated = generate_tokens(model, prompts, answer_tokens, end_ids=end_ids)
+        predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
+
+    length = len(rows[0]) + answer_tokens
+    run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
+    return predictions
+
+
 def insert_needles(
     hay: list[int], ends: list[int], needles: list[list[int]], depths: Sequence[float]
 ) -> list[int]:
@@ -331,6 +298,55 @@ def insert_needles(
         tokens += [*hay[start:position], *needle]
         start = position
     return [*tokens, *hay[start:]]
+
+
+def task_scores(
+    name: str, metric: str, samples: list[Sample], scale: float = 1, average_task: str = "average"
+) -> list[Score]:
+    """The mean score of each task at each length, and the average over tasks."""
+    groups: dict[str, dict[int, list[float]]] = {}
+    haystacks: dict[str, str] = {}
+    for sample in samples:
+        lengths = groups.setdefault(sample["task"], {})
+        lengths.setdefault(sample["length"], []).append(sample["score"])
+        file = sample["haystack"].rpartition(" ")[0]  # without the hash of its text
+        haystacks.setdefault(sample["task"], file or sample["haystack"])
+    scores: list[Score] = []
+    for task, lengths in groups.items():
+        tags: dict[str, Any] = {"task": task, "haystack": haystacks[task]}
+        for length, values in sorted(lengths.items()):
+            value, low, high = (scale * bound for bound in wilson(sum(values), len(values)))
+            scores.append(Score(name, metric, length, value, low, high, len(values), dict(tags)))
+    if len(groups) > 1:
+        tags = {"task": average_task, "tasks": len(groups)}
+        if len(names := set(haystacks.values())) == 1:
+            tags["haystack"] = names.pop()
+        common = set.intersection(*(set(lengths) for lengths in groups.values()))
+        for length in sorted(common):
+            parts = [
+                score for score in scores if score.length == length and score.tags["task"] in groups
+            ]
+            mean = average([(score.value, score.low, score.high) for score in parts])
+            count = sum(score.n for score in parts)
+            scores.append(Score(name, metric, length, *mean, count, dict(tags)))
+    return scores
+
+
+def effective_lengths(means: list[Score], threshold: float) -> list[Score]:
+    """That of each task; the interval is that of the lower and the upper bounds of the means."""
+    scores = []
+    for task in dict.fromkeys(score.tags["task"] for score in means):
+        group = [score for score in means if score.tags["task"] == task]
+        value, low, high = (
+            effective_length({score.length: getattr(score, bound) for score in group}, threshold)
+            for bound in ("value", "low", "high")
+        )
+        last, count = group[-1], sum(score.n for score in group)
+        tags = {**last.tags, "threshold": threshold}
+        scores.append(
+            Score(last.eval, "effective_length", last.length, value, low, high, count, tags)
+        )
+    return scores
 
 
 def effective_length(scores: Mapping[int, float], threshold: float) -> int:
@@ -347,7 +363,7 @@ def effective_length(scores: Mapping[int, float], threshold: float) -> int:
     return longest
 
 
-def _draw_distinct(rng: np.random.Generator, numbers: range, count: int) -> list[str]:
+def draw_distinct(rng: np.random.Generator, numbers: range, count: int) -> list[str]:
     return [str(numbers[index]) for index in rng.choice(len(numbers), count, replace=False)]
 
 
@@ -360,11 +376,11 @@ def _draw_keys(rng: np.random.Generator, count: int) -> list[str]:
     return [pairs[index] for index in rng.choice(len(pairs), count, replace=False)]
 
 
-def _draw_names(rng: np.random.Generator, count: int) -> list[str]:
-    """Distinct names of five capital letters."""
+def draw_names(rng: np.random.Generator, count: int, letters: int = 5) -> list[str]:
+    """Distinct names of capital letters."""
     names: dict[str, None] = {}
     while len(names) < count:
-        names["".join(chr(ord("A") + letter) for letter in rng.integers(0, 26, 5))] = None
+        names["".join(chr(ord("A") + letter) for letter in rng.integers(0, 26, letters))] = None
     return list(names)
 
 
@@ -372,5 +388,5 @@ def _enumerate(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -18,13 +18,15 @@ from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
+from farspan.evals.ruler import ESSAYS, QA_FILES, THRESHOLD, Ruler, chat_frame
+from farspan.evals.ruler import TASKS as RULER_TASKS
 from farspan.evals.scores import Eval
 from farspan.lengths import doublings
 from farspan.train.metadata import begin_of_text
 
 DEFAULT_TEXT = "python-docs/score"
 QUICK_WINDOWS = 32
-NEEDLE_SAMPLES = 20  # of each task at each length
+NEEDLE_SAMPLES = 20  # of each task at each length, of needle and RULER
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,15 @@ class EvalConfig:
     budget: int | None = None  # of perplexity: the most tokens to score
     windows: int | None = None  # of perplexity: score only so many random windows
     beams: int | None = None  # of LongBench; 1 is greedy decoding
-    limit: int | None = None  # samples of each task of needle, LongBench and commonsense
+    limit: int | None = None  # samples of each task of needle, RULER, LongBench and commonsense
+    tasks: Sequence[str] = ()  # of RULER; default: all whose data there are
+    apply_chat_template: bool = False  # of RULER: prompts as messages to a chat model
+    system_instruction: str | None = None  # of RULER: the system message of the chat
+    threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
     seed: int = 0  # of keys, needles and subsets
 
     def __post_init__(self):
+        object.__setattr__(self, "tasks", tuple(self.tasks))
         if self.mode is not None and self.mode not in MODES:
             hint = suggest(self.mode, MODES)
             raise FarspanError(f"perplexity mode {self.mode!r} is unknown; {hint}")
@@ -54,6 +61,8 @@ class EvalConfig:
                 f"longppl compares the same tokens at two lengths, and mode {self.mode} scores "
                 "others at each; choose --mode same"
             )
+        if self.system_instruction is not None and not self.apply_chat_template:
+            raise FarspanError("--system-instruction is part of a chat; add --apply-chat-template")
 
     def with_settings(self, settings: Mapping[str, Any]) -> EvalConfig:
         """This config with some fields replaced by keyword arguments."""
@@ -95,6 +104,10 @@ class EvalPlan:
             "windows": config.windows,
             "beams": config.beams,
             "items": config.limit,
+            "tasks": list(config.tasks),
+            "apply_chat_template": config.apply_chat_template,
+            "system_instruction": config.system_instruction,
+            "threshold": config.threshold,
             "seed": config.seed,
         }
 
@@ -197,6 +210,26 @@ def _needle(model: EvalModel, plan: EvalPlan) -> Eval:
     return Needle(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
 
 
+def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
+    config, texts = plan.config, plan.texts
+    with_data = [task for task in RULER_TASKS if task not in QA_FILES or QA_FILES[task] in texts]
+    evaluation = Ruler(
+        plan.lengths,
+        tuple(dict.fromkeys(config.tasks or with_data)),
+        config.limit or NEEDLE_SAMPLES,
+        texts.get("haystack", ESSAYS),
+        texts.get("squad", ""),
+        texts.get("hotpotqa", ""),
+        frame=chat_frame(model.tokenizer, config.system_instruction)
+        if config.apply_chat_template
+        else None,
+        threshold=THRESHOLD if config.threshold is None else config.threshold,
+        seed=config.seed,
+    )
+    evaluation.check_least(model.tokenizer)  # a length that is too short is refused now
+    return evaluation
+
+
 def _longbench(beams: int) -> Build:
     def build(model: EvalModel, plan: EvalPlan) -> Eval:
         folder, config = plan.texts["longbench"], plan.config
@@ -219,7 +252,12 @@ SUITE_SETTINGS = {
     "windows": "--windows",
     "beams": "--beams",
     "limit": "--limit",
+    "tasks": "--tasks",
+    "apply_chat_template": "--apply-chat-template",
+    "system_instruction": "--system-instruction",
+    "threshold": "--threshold",
 }
+RULER_SETTINGS = ("tasks", "apply_chat_template", "system_instruction", "threshold")
 PERPLEXITY_SETTINGS = ("mode", "metric", "stride", "budget", "windows")
 
 SUITES = {
@@ -231,11 +269,16 @@ SUITES = {
         mode="paper-a",
         texts=("pg19", "proofpile", "longbench", "commonsense"),
         required=("pg19", "proofpile", "longbench"),
-        settings=tuple(SUITE_SETTINGS),
+        settings=tuple(name for name in SUITE_SETTINGS if name not in RULER_SETTINGS),
     ),
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
     "needle": Suite((_needle,), texts=("haystack",), settings=("limit",)),
+    "ruler": Suite(
+        (_ruler,),
+        texts=("haystack", *QA_FILES.values()),
+        settings=("limit", *RULER_SETTINGS),
+    ),
     "longbench": Suite(
         (_longbench(1),),
         texts=("longbench",),
@@ -258,8 +301,9 @@ def check_unused_settings(name: str, config: EvalConfig) -> None:
         value = getattr(config, setting)
         if value != getattr(EvalConfig, setting) and setting not in SUITES[name].settings:
             users = ", ".join(other for other, suite in SUITES.items() if setting in suite.settings)
+            shown = "" if value is True else f" {','.join(value) if setting == 'tasks' else value}"
             raise FarspanError(
-                f"suite {name} does not use {option} {value}; remove it, or choose a suite that "
+                f"suite {name} does not use {option}{shown}; remove it, or choose a suite that "
                 f"does: {users}"
             )
 

@@ -87,11 +87,11 @@ def evaluate(
 ) -> EvalResult:
     """Measure a model; cells that the results folder `out` already holds are not measured again.
 
-    suite: quick, paper, perplexity, passkey, needle, longbench or commonsense.
+    suite: quick, paper, perplexity, passkey, needle, ruler, longbench or commonsense.
     baseline: a second model, measured on the same.
     gate: conditions such as "ppl@512<=1.05x"; `EvalResult.gates` says which hold.
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
-        seed.
+        seed, tasks, apply_chat_template, system_instruction, threshold.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
 
