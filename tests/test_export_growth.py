@@ -220,7 +220,7 @@ def test_model_card_and_inspect_say_where_the_growth_is(exported):
     assert "`attn_scale` and `floor_scale`" in card
     assert "pad on the right" in card
     (note,) = farspan.inspect(llama4).warnings
-    assert "1 + 0.4·ln(1 + ⌊n/16⌋) on layers without positions" in note
+    assert "1 + 0.4·ln(1 + ⌊n/16⌋) in layers 0–3" in note
     _, ministral3 = exported("ministral3:llama")
     assert "`llama_4_scaling_beta`" in (ministral3 / "README.md").read_text()
     (note,) = farspan.inspect(ministral3).warnings
