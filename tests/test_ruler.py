@@ -25,18 +25,11 @@ from farspan.cli import main
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals.chat import chat_frame
 from farspan.evals.gates import METRICS
-from farspan.evals.ruler import (
-    ADJECTIVES,
-    NIAH_TASKS,
-    NOISE,
-    NOUNS,
-    TASKS,
-    Ruler,
-    chat_frame,
-    most_units,
-    string_match,
-)
+from farspan.evals.ruler import Ruler, most_units, string_match
+from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS
+from farspan.evals.ruler_words import ADJECTIVES, NOUNS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -101,25 +101,7 @@ class Needle:
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
         predictions = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
-        return [
-            {
-                "eval": NAME,
-                "task": cell.task,
-                "length": cell.length,
-                "haystack": cell.settings["haystack"],
-                "id": number,
-                "depths": [round(depth, 4) for depth in sample.depths],
-                "question": sample.question.strip(),
-                "prediction": text,
-                "answers": list(sample.answers),
-                "score": sum(answer in text for answer in sample.answers) / len(sample.answers),
-                "tokens": len(row),
-                "answer_tokens": answer_tokens,
-            }
-            for number, (sample, row, text) in enumerate(
-                zip(samples, rows, predictions, strict=True)
-            )
-        ]
+        return answer_samples(cell, samples, rows, predictions, answer_tokens, recall)
 
     def prompts(
         self, cell: EvalCell, tokenizer: Any
@@ -285,6 +267,52 @@ def generate_texts(
     length = len(rows[0]) + answer_tokens
     run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
     return predictions
+
+
+class Asked(Protocol):
+    """What a prompt asks for."""
+
+    @property
+    def depths(self) -> tuple[float, ...]: ...
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answers(self) -> tuple[str, ...]: ...
+
+
+def answer_samples(
+    cell: EvalCell,
+    prompts: Sequence[Asked],
+    rows: Sequence[list[int]],
+    predictions: Sequence[str],
+    answer_tokens: int,
+    score: Callable[[str, Sequence[str]], float],
+) -> list[Sample]:
+    """The stored samples of a cell: what was asked for, and what a model answered."""
+    return [
+        {
+            "eval": cell.eval,
+            "task": cell.task,
+            "length": cell.length,
+            "haystack": cell.settings["haystack"],
+            "id": number,
+            "depths": [round(depth, 4) for depth in prompt.depths],
+            "question": prompt.question.strip(),
+            "prediction": text,
+            "answers": list(prompt.answers),
+            "score": score(text, prompt.answers),
+            "tokens": len(row),
+            "answer_tokens": answer_tokens,
+        }
+        for number, (prompt, row, text) in enumerate(zip(prompts, rows, predictions, strict=True))
+    ]
+
+
+def recall(prediction: str, answers: Sequence[str]) -> float:
+    """The share of answers in the prediction."""
+    return sum(answer in prediction for answer in answers) / len(answers)
 
 
 def insert_needles(

@@ -12,14 +12,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
+from farspan.evals.chat import chat_frame
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
-from farspan.evals.ruler import ESSAYS, QA_FILES, THRESHOLD, Ruler, chat_frame
-from farspan.evals.ruler import TASKS as RULER_TASKS
+from farspan.evals.ruler import THRESHOLD, Ruler
+from farspan.evals.ruler_qa import QA_FILES
+from farspan.evals.ruler_tasks import ESSAYS
+from farspan.evals.ruler_tasks import TASKS as RULER_TASKS
 from farspan.evals.scores import Eval
 from farspan.lengths import doublings
 from farspan.train.metadata import begin_of_text
