@@ -43,3 +43,9 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> tuple[str, str]:
             "--apply-chat-template out"
         )
     return before, after
+
+
+def thinking_switch(tokenizer: Any) -> dict[str, bool]:
+    """The arguments that switch thinking off in a chat template, if it has such a switch."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return {name: False for name in ("enable_thinking", "thinking") if name in template}

@@ -10,21 +10,18 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
-from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError, suggest
-from farspan.evals.decoding import end_tokens, generate_tokens
-from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.answers import answer_samples, encode, generate_texts
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.train.metadata import begin_of_text
 
@@ -100,8 +97,8 @@ class Needle:
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
-        predictions = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
-        return answer_samples(cell, samples, rows, predictions, answer_tokens, recall)
+        answers = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
+        return answer_samples(cell, samples, answers, answer_tokens, recall)
 
     def prompts(
         self, cell: EvalCell, tokenizer: Any
@@ -252,64 +249,6 @@ def haystack_name(haystack: str | Path, length: int) -> str:
     return f"{Path(haystack).name} {digest[:16]}"
 
 
-def generate_texts(
-    model: Any, tokenizer: Any, rows: list[list[int]], answer_tokens: int, batch: int
-) -> list[str]:
-    """The greedy continuation of each of some equally long prompts."""
-    end_ids = end_tokens(model, tokenizer)
-    predictions: list[str] = []
-
-    def run_batch(start: int, stop: int) -> None:
-        prompts = torch.tensor(rows[start:stop])
-        generated = generate_tokens(model, prompts, answer_tokens, end_ids=end_ids)
-        predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
-
-    length = len(rows[0]) + answer_tokens
-    run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
-    return predictions
-
-
-class Asked(Protocol):
-    """What a prompt asks for."""
-
-    @property
-    def depths(self) -> tuple[float, ...]: ...
-
-    @property
-    def question(self) -> str: ...
-
-    @property
-    def answers(self) -> tuple[str, ...]: ...
-
-
-def answer_samples(
-    cell: EvalCell,
-    prompts: Sequence[Asked],
-    rows: Sequence[list[int]],
-    predictions: Sequence[str],
-    answer_tokens: int,
-    score: Callable[[str, Sequence[str]], float],
-) -> list[Sample]:
-    """The stored samples of a cell: what was asked for, and what a model answered."""
-    return [
-        {
-            "eval": cell.eval,
-            "task": cell.task,
-            "length": cell.length,
-            "haystack": cell.settings["haystack"],
-            "id": number,
-            "depths": [round(depth, 4) for depth in prompt.depths],
-            "question": prompt.question.strip(),
-            "prediction": text,
-            "answers": list(prompt.answers),
-            "score": score(text, prompt.answers),
-            "tokens": len(row),
-            "answer_tokens": answer_tokens,
-        }
-        for number, (prompt, row, text) in enumerate(zip(prompts, rows, predictions, strict=True))
-    ]
-
-
 def recall(prediction: str, answers: Sequence[str]) -> float:
     """The share of answers in the prediction."""
     return sum(answer in prediction for answer in answers) / len(answers)
@@ -414,7 +353,3 @@ def draw_names(rng: np.random.Generator, count: int, letters: int = 5) -> list[s
 
 def _enumerate(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from farspan.errors import FarspanError, suggest
 from farspan.evals import needle
-from farspan.evals.needle import answer_samples, encode, generate_texts
+from farspan.evals.answers import answer_samples, encode, generate_texts
 from farspan.evals.ruler_qa import QA_FILES, qa_digest
 from farspan.evals.ruler_tasks import (
     ANSWER_TOKENS,
@@ -75,12 +75,12 @@ class Ruler:
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         prompts, rows, answer_tokens = self.prompts(cell, tokenizer)
-        predictions = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
+        generated = generate_texts(model, tokenizer, rows, answer_tokens, self.batch, self.frame)
 
         def score(text: str, answers: Sequence[str]) -> float:
             return string_match(cell.task, text, answers)
 
-        return answer_samples(cell, prompts, rows, predictions, answer_tokens, score)
+        return answer_samples(cell, prompts, generated, answer_tokens, score)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The score of each task at each length, RULER's average, and its effective length."""

@@ -14,6 +14,7 @@ from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
 from farspan.evals.chat import chat_frame
 from farspan.evals.commonsense import Commonsense
+from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
@@ -29,6 +30,7 @@ from farspan.train.metadata import begin_of_text
 
 DEFAULT_TEXT = "python-docs/score"
 QUICK_WINDOWS = 32
+NO_ENGINE = EngineOptions()
 NEEDLE_SAMPLES = 20  # of each task at each length, of needle and RULER
 
 
@@ -50,6 +52,7 @@ class EvalConfig:
     system_instruction: str | None = None  # of RULER: the system message of the chat
     threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
     seed: int = 0  # of keys, needles and subsets
+    engine: EngineOptions = NO_ENGINE  # of a server, if the model is a URL
 
     def __post_init__(self):
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -120,7 +123,7 @@ class EvalModel:
     """A loaded model and the facts that evaluations need."""
 
     name: str
-    model: PreTrainedModel
+    model: PreTrainedModel | Engine
     tokenizer: PreTrainedTokenizerBase
     train_length: int | None
     extended_length: int | None  # the target of its patch, or the train length
@@ -160,6 +163,8 @@ class Suite:
 
 def _read_texts(model: EvalModel, plan: EvalPlan, names: Sequence[str]) -> tuple[Text, ...]:
     texts = tuple(read_text(name, plan.texts[name], model.tokenizer) for name in names)
+    if isinstance(model.model, Engine):  # it refuses what it does not know
+        return texts
     vocabulary = model.model.get_input_embeddings().num_embeddings
     if any(int(ids.max()) >= vocabulary for text in texts for ids in text.ids if len(ids)):
         raise FarspanError(

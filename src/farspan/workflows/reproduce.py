@@ -67,7 +67,7 @@ from farspan.report.style import save
 from farspan.train.loop import StepMetrics
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
-from farspan.workflows.evaluate import passkeys_in_training
+from farspan.workflows.eval_models import passkeys_in_training
 from farspan.workflows.pretrain import pretrain, read_recipe
 from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
 from farspan.workflows.reproduce_study import (
