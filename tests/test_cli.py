@@ -50,6 +50,7 @@ FUNCTIONS = {
     "extend": "extend.extend",
     "eval": "evaluate.evaluate",
     "export": "export.export",
+    "check": "check.check",
     "generate": "generate.generate",
     "pretrain": "pretrain.pretrain",
     "reproduce": "reproduce.reproduce",
