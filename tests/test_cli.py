@@ -54,6 +54,7 @@ FUNCTIONS = {
     "generate": "generate.generate",
     "pretrain": "pretrain.pretrain",
     "reproduce": "reproduce.reproduce",
+    "compare": "compare.compare",
     "report": "report.report",
     "lab run": "lab.run",
     "lab dump": "lab.dump",

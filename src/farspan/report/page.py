@@ -137,7 +137,7 @@ def _extensions(runs: Sequence[Run]) -> Iterator[str]:
 
 def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     """All models in one figure, baselines included."""
-    models = _scores_by_model(runs)
+    models = scores_by_model(runs)
     perplexities = [
         score for scores in models.values() for score in scores if score["metric"] == "ppl"
     ]
@@ -181,7 +181,7 @@ def _perplexity(models: Mapping[str, Sequence[Record]], task: str) -> str:
     return plot(lines, f"Perplexity, {task}", "length (tokens)", "perplexity", xaxis=x, yaxis=y)
 
 
-def _scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
+def scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
     """The scores of each run and of each baseline.
 
     Runs with the same baseline share one entry for it, unless their scores differ.

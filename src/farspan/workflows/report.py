@@ -35,9 +35,7 @@ def report(
         )
     if out.suffix not in (".html", ".htm"):
         raise FarspanError(f"the report is an HTML page; end the file name {out} in .html")
-    runs = [
-        _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
-    ]
+    runs = read_runs(folders)
     script = _plotly()
     for run, folder in zip(runs, folders, strict=True):
         _check_record(run, folder)
@@ -46,6 +44,13 @@ def report(
     # A folder name may not be valid UTF-8.
     write_text(out, page(runs, script).encode("utf-8", "replace").decode("utf-8"))
     return out
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The records in folders of runs, under distinct names."""
+    return [
+        _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
+    ]
 
 
 def _check_record(run: Run, folder: str | Path) -> None:
