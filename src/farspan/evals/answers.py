@@ -13,6 +13,9 @@ from farspan.evals.engine import Engine, Generated
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample
 
+AROUND = 60  # characters kept before an answer in a prompt; twice as many from its start on
+AROUND_ANSWERS = 4
+
 
 def generate_texts(
     model: Any,
@@ -57,11 +60,15 @@ class Asked(Protocol):
 def answer_samples(
     cell: EvalCell,
     prompts: Sequence[Asked],
+    texts: Sequence[str],
     answers: Sequence[Generated],
     answer_tokens: int,
     score: Callable[[str, Sequence[str]], float],
 ) -> list[Sample]:
-    """The stored samples of a cell: what was asked for, and what a model answered."""
+    """The stored samples of a cell: what was asked for, and what a model answered.
+
+    texts: the prompts, of which the text around the expected answers is kept.
+    """
     return [
         {
             "eval": cell.eval,
@@ -71,14 +78,33 @@ def answer_samples(
             "id": number,
             "depths": [round(depth, 4) for depth in prompt.depths],
             "question": prompt.question.strip(),
+            "around": text_around(text, prompt.answers),
             "prediction": answer.text,
             "answers": list(prompt.answers),
             "score": score(answer.text, prompt.answers),
             "tokens": answer.tokens,
             "answer_tokens": answer_tokens,
         }
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        for number, (prompt, text, answer) in enumerate(zip(prompts, texts, answers, strict=True))
     ]
+
+
+def text_around(text: str, answers: Sequence[str]) -> str:
+    """Where each answer first occurs in a prompt, with the words around it.
+
+    >>> text_around("It was late. The key is 42, they say. Good night.", ["42"])
+    'It was late. The key is 42, they say. Good night.'
+    """
+    spans: list[tuple[int, int]] = []
+    for start in sorted({text.find(answer) for answer in answers[:AROUND_ANSWERS]} - {-1}):
+        first, last = max(0, start - AROUND), min(len(text), start + 2 * AROUND)
+        if spans and first <= spans[-1][1]:
+            first, last = spans.pop()[0], last
+        spans.append((first, last))
+    pieces = [
+        "…" * (first > 0) + text[first:last] + "…" * (last < len(text)) for first, last in spans
+    ]
+    return " ".join(" ".join(pieces).split())
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -21,6 +21,7 @@ from farspan.batching import run_in_batches
 from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
+from farspan.evals.answers import text_around
 from farspan.evals.decoding import encode_prompt, end_tokens, generate_tokens
 from farspan.evals.engine import Engine
 from farspan.evals.perplexity import rows_per_batch
@@ -163,6 +164,7 @@ class LongBench:
                     "data": collection.name,
                     "beams": self.beams,
                     "id": prompt.id,
+                    "around": text_around(prompt.text, prompt.answers),
                     "prediction": prediction,
                     "answers": list(prompt.answers),
                     "score": score_prediction(cell.task, prediction, prompt),

@@ -98,7 +98,8 @@ class Needle:
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
         answers = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
-        return answer_samples(cell, samples, answers, answer_tokens, recall)
+        texts = [tokenizer.decode(row) for row in rows]
+        return answer_samples(cell, samples, texts, answers, answer_tokens, recall)
 
     def prompts(
         self, cell: EvalCell, tokenizer: Any

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farspan.evals.scores import Sample, average, bootstrap
+from farspan.evals.scores import average, bootstrap
 
 GroupKey = tuple[str, str, int]  # eval, task, length
 # By evaluation: the metric whose differences are paired, and what a score is multiplied by.
@@ -38,7 +38,7 @@ class _Outcome:
 
 
 def paired_differences(
-    samples: Iterable[Sample], reference: Iterable[Sample]
+    samples: Iterable[Mapping[str, Any]], reference: Iterable[Mapping[str, Any]]
 ) -> dict[GroupKey, PairedDifference]:
     """By evaluation, task and length, over the samples that both have.
 
@@ -69,7 +69,7 @@ def _difference(
     return PairedDifference(*mean, len(shared))
 
 
-def _outcomes(samples: Iterable[Sample]) -> dict[GroupKey, dict[Hashable, _Outcome]]:
+def _outcomes(samples: Iterable[Mapping[str, Any]]) -> dict[GroupKey, dict[Hashable, _Outcome]]:
     """Every sample by what identifies its prompt; repeated prompts are numbered."""
     groups: dict[GroupKey, dict[Hashable, _Outcome]] = {}
     seen: Counter[Hashable] = Counter()
@@ -83,7 +83,7 @@ def _outcomes(samples: Iterable[Sample]) -> dict[GroupKey, dict[Hashable, _Outco
     return groups
 
 
-def _read(sample: Sample) -> tuple[Hashable, _Outcome] | None:
+def _read(sample: Mapping[str, Any]) -> tuple[Hashable, _Outcome] | None:
     evaluation: Any = sample["eval"]
     if evaluation == "passkey":
         return (sample["depth"], sample["key"]), _Outcome(float(sample["hit"]))

@@ -21,6 +21,7 @@ from farspan.evals.ruler_tasks import (
     ANSWER_TOKENS,
     ESSAYS,
     NIAH_TASKS,
+    SHORT_FORMS,
     TASKS,
     RulerPrompt,
     RulerTasks,
@@ -80,7 +81,12 @@ class Ruler:
         def score(text: str, answers: Sequence[str]) -> float:
             return string_match(cell.task, text, answers)
 
-        return answer_samples(cell, prompts, generated, answer_tokens, score)
+        texts = [tokenizer.decode(row) for row in rows]
+        samples = answer_samples(cell, prompts, texts, generated, answer_tokens, score)
+        if cell.task in SHORT_FORMS:
+            for sample, prompt in zip(samples, prompts, strict=True):
+                sample["form"] = "short" if prompt.short else "published"
+        return samples
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The score of each task at each length, RULER's average, and its effective length."""

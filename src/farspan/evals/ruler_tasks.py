@@ -103,6 +103,7 @@ ANSWER_TOKENS = {
     **dict.fromkeys(QA_FILES, 32),
 }
 TASKS = tuple(ANSWER_TOKENS)
+SHORT_FORMS = ("vt", "cwe")  # the tasks that have one
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +120,7 @@ class RulerPrompt:
     least: int = 0  # units
     most: int = 1 << 40  # units
     written: str = ""  # the answers as a model would write them; default: with commas
+    short: bool = False  # without the solved example, and with fewer repeats, to fit a length
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class RulerTasks:
             tuple(names),
             depths,
             written=" ".join(names),
+            short=not example_noise,
         )
 
     def _cwe(self, number: int, common: int, uncommon: int, *example: int) -> RulerPrompt:
@@ -252,6 +255,7 @@ class RulerTasks:
             tuple(answers),
             least=1,
             written=numbered(answers),
+            short=not example,
         )
 
     def _fwe(self, length: int, number: int) -> RulerPrompt:

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.data.jsonlines import read_rows
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import FarspanError
 from farspan.evals.pairs import (
     GroupKey,
     PairedDifference,
     average_difference,
     paired_differences,
 )
-from farspan.evals.scores import Sample
 from farspan.files import write_text
 from farspan.report.comparison import ComparedScore, long_rows, markdown_table, table_rows
 from farspan.report.page import Run, scores_by_model
@@ -62,11 +60,7 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
                 f"{folder} is a run of `farspan {run.record['command']}`; compare folders of "
                 "`farspan eval`"
             )
-    samples = {
-        name: group
-        for run, folder in zip(runs, folders, strict=True)
-        for name, group in _samples(run, Path(folder)).items()
-    }
+    samples = {name: group for run in runs for name, group in _samples(run).items()}
     reference = runs[0].name
     changes = {
         name: paired_differences(group, samples[reference])
@@ -95,18 +89,15 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
     return result
 
 
-def _samples(run: Run, folder: Path) -> dict[str, list[Sample]]:
+def _samples(run: Run) -> dict[str, list[Mapping[str, Any]]]:
     """By the names in the table: those of the run, and those of its baseline."""
     named = {run.record.get("model"): run.name}
     if baseline := run.record.get("vs"):
         named[baseline["model"]] = baseline["model"]
-    groups: dict[str, list[Sample]] = {name: [] for name in named.values()}
-    for file in sorted((folder / "samples").glob("*.jsonl")):
-        for number, row in read_rows(file):
-            if not {"model", "eval", "task", "length"} <= row.keys():
-                raise CorruptError(f"{file}, line {number} is not a sample; repeat the run")
-            if row["model"] in named:
-                groups[named[row["model"]]].append(row)
+    groups: dict[str, list[Mapping[str, Any]]] = {name: [] for name in named.values()}
+    for sample in run.samples:
+        if sample["model"] in named:
+            groups[named[sample["model"]]].append(sample)
     return groups
 
 
