@@ -1041,3 +1041,14 @@ def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path):
     farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(FarspanError, match="has more tokens than the model; use the model.s own"):
         evaluate(tmp_path / "model", "quick", tmp_path / "results", data=tiny / "text")
+
+
+@pytest.mark.parametrize("suite", ["passkey", "quick"])
+def test_passkeys_of_randomized_positions_are_refused(suite, tiny, tmp_path):
+    """They are drawn for a whole text; passkeys continue a cached beginning."""
+    config = FarspanConfig(**SHAPE, max_position_embeddings=LENGTH, position="randomized")
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "model")
+    farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(FarspanError, match="draws its positions for a whole text"):
+        evaluate(tmp_path / "model", suite, tmp_path / "out", lengths=(256,))
+    assert not (tmp_path / "out").exists()

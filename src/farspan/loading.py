@@ -217,7 +217,12 @@ def load_with_tokenizer(
 def load_tokenizer(
     source: str | Path, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a folder, hub id or bundled model, which must have one."""
+    """The tokenizer of a folder, hub id, bundled model or .gguf file, which must have one."""
+    if (file := Path(source)).suffix == ".gguf":
+        if not file.is_file():
+            raise _MissingModelError(f"{file} does not exist; check the path")
+        with quiet(), _readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
+            return _gguf_tokenizer(file, read_header(file))
     return _require_tokenizer(_load_tokenizer(resolve_bundled(source), trust_remote_code), source)
 
 
@@ -425,11 +430,16 @@ def _load_gguf(
                 output_loading_info=True,
             )
         _check_report(file, model, report)
-        with fast_gguf(file, header):
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
-            add_begin_of_text(tokenizer, bool(adds.contents()))
+        tokenizer = _gguf_tokenizer(file, header)
     return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
+
+
+def _gguf_tokenizer(file: Path, header: Any) -> transformers.PreTrainedTokenizerBase:
+    with fast_gguf(file, header):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
+        add_begin_of_text(tokenizer, bool(adds.contents()))
+    return tokenizer
 
 
 def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -49,7 +49,8 @@ SuiteName = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="quick, paper, perplexity, passkey, needle, ruler, longbench or commonsense.",
+        help="quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench or "
+        "commonsense.",
     ),
 ]
 Lengths = Annotated[
@@ -139,8 +140,8 @@ Beams = Annotated[
 Limit = Annotated[
     int | None,
     _count_option(
-        "needle, ruler, longbench, commonsense: examples per task.",
-        "20 in needle and ruler; else all",
+        "needle, nonliteral, ruler, longbench, commonsense: examples per task.",
+        "20 in needle, nonliteral and ruler; else all",
     ),
 ]
 Tasks = Annotated[

@@ -83,7 +83,7 @@ class Needle:
         return [
             EvalCell(NAME, task, length, settings | {"haystack": haystack})
             for length, haystack in (
-                (length, self._haystack_name(length)) for length in self.lengths
+                (length, self.haystack_name(length)) for length in self.lengths
             )
             for task in self.tasks
         ]
@@ -109,21 +109,33 @@ class Needle:
         answer_tokens = 2 * max(
             len(encode(tokenizer, " " + ", ".join(sample.answers))) for sample in samples
         )
-        intro = [*begin_of_text(tokenizer), *encode(tokenizer, INTROS.get(cell.task, INTRO))]
+        intro = INTROS.get(cell.task, INTRO)
+        return samples, self.rows(cell, tokenizer, samples, intro, answer_tokens), answer_tokens
+
+    def rows(
+        self,
+        cell: EvalCell,
+        tokenizer: Any,
+        samples: Sequence[NeedleSample],
+        intro: str,
+        answer_tokens: int,
+    ) -> list[list[int]]:
+        """Prompts of one length: an introduction, the needles in their haystack, the question."""
+        first = [*begin_of_text(tokenizer), *encode(tokenizer, intro)]
         sentences = [encode(tokenizer, sentence) for sentence in self._sentences(cell.length)]
         rows = []
         for number, sample in enumerate(samples):
             question = encode(tokenizer, sample.question)
             needles = [encode(tokenizer, needle) for needle in sample.needles]
-            fixed = answer_tokens + len(intro) + len(question) + sum(map(len, needles))
+            fixed = answer_tokens + len(first) + len(question) + sum(map(len, needles))
             if fixed > cell.length:
                 raise FarspanError(
                     f"a length of {cell.length} is too short for {cell.task}, which needs {fixed} "
                     "tokens without any haystack; use longer lengths or fewer needles"
                 )
             hay, ends = self._hay(sentences, cell.length - fixed, number)
-            rows.append([*intro, *insert_needles(hay, ends, needles, sample.depths), *question])
-        return samples, rows, answer_tokens
+            rows.append([*first, *insert_needles(hay, ends, needles, sample.depths), *question])
+        return rows
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Recall for each task and length, its average over tasks, and effective lengths."""
@@ -149,7 +161,7 @@ class Needle:
 
     # The haystack.
 
-    def _haystack_name(self, length: int) -> str:
+    def haystack_name(self, length: int) -> str:
         return haystack_name(self.haystack, length) if self.haystack else "filler"
 
     def _sentences(self, length: int) -> list[str]:

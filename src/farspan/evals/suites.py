@@ -18,6 +18,7 @@ from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
+from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
 from farspan.evals.ruler import THRESHOLD, Ruler
@@ -46,7 +47,7 @@ class EvalConfig:
     budget: int | None = None  # of perplexity: the most tokens to score
     windows: int | None = None  # of perplexity: score only so many random windows
     beams: int | None = None  # of LongBench; 1 is greedy decoding
-    limit: int | None = None  # samples of each task of needle, RULER, LongBench and commonsense
+    limit: int | None = None  # samples of each task, except perplexity and passkeys
     tasks: Sequence[str] = ()  # of RULER; default: all whose data there are
     apply_chat_template: bool = False  # of RULER: prompts as messages to a chat model
     system_instruction: str | None = None  # of RULER: the system message of the chat
@@ -197,6 +198,12 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
 
 def _passkey(depths: int, keys: int) -> Build:
     def build(model: EvalModel, plan: EvalPlan) -> Eval:
+        if getattr(getattr(model.model, "base_model", None), "draws_positions", False):
+            raise FarspanError(
+                f"{model.name} draws its positions for a whole text, so passkeys, which share a "
+                "cached beginning, would get others; choose a suite without passkeys, for example "
+                "perplexity or needle"
+            )
         if not plan.grid:
             shortest = scored_documents(model.tokenizer).shortest_of(SCORED)
             raise FarspanError(
@@ -216,6 +223,11 @@ def _passkey(depths: int, keys: int) -> Build:
 def _needle(model: EvalModel, plan: EvalPlan) -> Eval:
     haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
     return Needle(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
+
+
+def _nonliteral(model: EvalModel, plan: EvalPlan) -> Eval:
+    haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
+    return NonLiteral(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
 
 
 def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
@@ -282,6 +294,7 @@ SUITES = {
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
     "needle": Suite((_needle,), texts=("haystack",), settings=("limit",)),
+    "nonliteral": Suite((_nonliteral,), texts=("haystack",), settings=("limit",)),
     "ruler": Suite(
         (_ruler,),
         texts=("haystack", *QA_FILES.values()),

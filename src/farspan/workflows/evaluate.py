@@ -27,6 +27,7 @@ from farspan.evals.engine import Engine
 from farspan.evals.engine_http import is_url
 from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
 from farspan.evals.longppl import Evaluator
+from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import LONGPPL, Perplexity
 from farspan.evals.results import EvalResult
@@ -86,7 +87,7 @@ def evaluate(
     """Measure a model; cells that the results folder `out` already holds are not measured again.
 
     model: whatever `load` takes, or the URL of a server that `engine=EngineOptions(…)` describes.
-    suite: quick, paper, perplexity, passkey, needle, ruler, longbench or commonsense.
+    suite: quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench, commonsense.
     baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
         seed, tasks, apply_chat_template, system_instruction, threshold, engine.
@@ -209,6 +210,9 @@ class _EvalRun:
             model.model.answers = Cells(self.out / "answers", say=self.say)
         samples = _run_cells(model, evaluations, cells, self.progress)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
+        for evaluation, group in zip(evaluations, samples, strict=True):
+            if isinstance(evaluation, NonLiteral):
+                notes += tuple(evaluation.notes(group))
         return _Measurement(
             model.name,
             model.identity,

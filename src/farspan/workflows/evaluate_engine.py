@@ -21,7 +21,8 @@ from farspan.loading import LoadOptions, base_source, find_patch, find_train_len
 from farspan.train.metadata import stated_begin_of_text
 from farspan.workflows.eval_models import passkeys_in_training
 
-WITH_SERVERS = "quick, perplexity, passkey, needle, ruler or longbench"
+EXACT = ("needle", "nonliteral", "ruler")  # evaluations of exact lengths
+WITH_SERVERS = "quick, perplexity, passkey, needle, nonliteral, ruler or longbench"
 
 
 def check_engine_options(sources: Sequence[object], options: EngineOptions) -> None:
@@ -111,7 +112,7 @@ def served_evaluations(
 
 def token_notes(model: EvalModel, samples: Sequence[Sequence[Sample]]) -> tuple[str, ...]:
     """Prompts as text may have other numbers of tokens for the server."""
-    exact = [each for group in samples for each in group if each["eval"] in ("needle", "ruler")]
+    exact = [each for group in samples for each in group if each["eval"] in EXACT]
     changes = [each["tokens"] + each["answer_tokens"] - each["length"] for each in exact]
     if not isinstance(model.model, Engine) or not any(changes):
         return ()
