@@ -112,10 +112,28 @@ FAULTS = {
     "status 500": (error(500, "CUDA error"), 75, "fails (status 500: 'CUDA error'; 2 attempts)"),
     "garbage": ((200, b"<html>gateway</html>"), 4, "not a JSON object: '<html>gateway</html>'"),
     "other JSON": ((200, b'{"choices": []}'), 4, "is not in the form of OpenAI's API"),
+    "no text": ((200, b'{"choices": [[]], "usage": {}}'), 4, "is not in the form of OpenAI's API"),
+    "nested": ((200, b"[" * 100_000), 4, "not a JSON object"),
     "too long": (error(400, "maximum context length is 99"), 2, "refuses a prompt as too long"),
     "no key": (error(401, f"wrong key {KEY}"), 2, "refuses the key (status 401: 'wrong key …')"),
     "odd": (error(422, "no such field"), 2, "refuses a request (status 422: 'no such field')"),
 }
+
+
+def test_a_reply_without_counts_is_taken(server, tmp_path, monkeypatch, capsys):
+    server.fault = lambda number, body: (200, b'{"choices": [{"text": null}], "usage": []}')
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 0, printed
+    assert scores(tmp_path / "out")["recall", "single", 256]["value"] == 0
+
+
+@pytest.mark.parametrize("key", ["sk-\u00e9t\u00e9", "sk a"])
+def test_a_broken_key_is_not_printed(key, server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 2
+    assert "has characters that no key has; set it again" in printed
+    assert key not in printed
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -211,6 +229,8 @@ def test_what_cannot_be_measured_is_refused(case, server, tmp_path, monkeypatch,
     [
         (f"http://user:{KEY}@localhost/v1", {}, "not the plain URL of a server"),
         (f"http://localhost/v1?key={KEY}", {}, "not the plain URL of a server"),
+        ("http://localhost:99999999/v1", {}, "not the plain URL of a server"),
+        ("http://[::1/v1", {}, "not the plain URL of a server"),
         ("nope-twin", {"timeout": 5.0}, "--timeout 5.0 is a setting of a server"),
         ("nope-twin", {"served_model": "x"}, "--model x is a setting of a server"),
         ("http://localhost:1/v1", {"num_concurrent": 0}, "--num-concurrent is 0; use 1 or more"),

@@ -24,6 +24,7 @@ PROBE = (
     "The 1,234,567 quick brown foxes don't jump over “naïve” dogs (α = 0.25);\n\tsee "
     "def parse_lengths(text: str) -> list[int]:  # antidisestablishmentarianism, Überprüfung\n"
 )
+MALFORMED = (KeyError, TypeError, IndexError, ValueError, AttributeError)  # reading a reply
 LOST_SHARE = 0.02  # of a prompt; a server that reads less has cut it
 
 
@@ -103,11 +104,11 @@ class Engine:
 
         def read(number: int, reply: Reply) -> dict[str, Any]:
             choice = reply["choices"][0]
-            text = (choice["message"]["content"] or "") if chat else choice["text"]
-            tokens = (reply.get("usage") or {}).get("prompt_tokens")
-            tokens = len(rows[number]) if tokens is None else int(tokens)
+            text = choice["message"]["content"] if chat else choice["text"]
+            counted = _prompt_tokens(reply)
+            tokens = len(rows[number]) if counted is None else counted
             self._check_whole(tokens, len(rows[number]))
-            return {"text": str(text), "tokens": tokens}
+            return {"text": str(text or ""), "tokens": tokens}
 
         path = "/chat/completions" if chat else "/completions"
         return [Generated(**answer) for answer in self._ask(path, bodies, read)]
@@ -144,7 +145,7 @@ class Engine:
                 "/completions", {**self._loss_body(form), "prompt": self._prompt(ids)}
             )
             prompt_losses(form, reply["choices"][0], ids, self._offset(form))
-        except (RefusedError, CorruptError, KeyError, TypeError, IndexError):
+        except (RefusedError, CorruptError, *MALFORMED):
             return False
         return True
 
@@ -167,7 +168,7 @@ class Engine:
             number = missing[position]
             try:
                 answer = read(number, reply)
-            except (KeyError, TypeError, IndexError, ValueError) as error:
+            except MALFORMED as error:
                 raise CorruptError(
                     f"a reply of the server at {self.client.url} is not in the form of OpenAI's "
                     f"API ({type(error).__name__}: {error}); check the URL and --api {self.api}"
@@ -203,7 +204,7 @@ class Engine:
         ids = self._encode(PROBE)
         body = {"model": self.model, "max_tokens": 1, "temperature": 0}
         reply = self.client.post("/completions", {**body, "prompt": PROBE})
-        counted = (reply.get("usage") or {}).get("prompt_tokens")
+        counted = _prompt_tokens(reply)
         if counted is not None and counted - len(ids) not in (0, 1):
             raise FarspanError(
                 f"the server at {self.client.url} splits a text into {counted} tokens, and "
@@ -213,7 +214,7 @@ class Engine:
             reply = self.client.post("/completions", {**body, "prompt": ids})
         except RefusedError:
             return False, counted == len(ids) + 1
-        read = (reply.get("usage") or {}).get("prompt_tokens")
+        read = _prompt_tokens(reply)
         return read in (None, len(ids)), counted == len(ids) + 1
 
     def _check_whole(self, read: int, sent: int) -> None:
@@ -267,6 +268,13 @@ def without_frame(text: str, frame: tuple[str, str]) -> str:
             "the tokenizer does not decode its own chat template; use --api completions"
         )
     return f"{message} {answer}" if answer else message
+
+
+def _prompt_tokens(reply: Reply) -> int | None:
+    """The tokens of a prompt as the server counts them, if it does."""
+    usage = reply.get("usage")
+    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else None
 
 
 def _only_model(client: EngineClient) -> str:

@@ -44,6 +44,17 @@ class FailingError(UnavailableError):
     retry_after: float | None = None  # seconds, as the server asks for
 
 
+def _is_plain(url: str) -> bool:
+    """A host, perhaps with a port and a path, and nothing that could be a secret."""
+    try:
+        httpx2.URL(url)
+        parts = urlsplit(url)
+        secrets = (parts.username, parts.password, parts.query, parts.fragment)
+        return bool(parts.hostname) and parts.port != 0 and not any(secrets)
+    except (httpx2.InvalidURL, ValueError):
+        return False
+
+
 def is_url(source: object) -> bool:
     """
     >>> is_url("http://localhost:8000/v1"), is_url("runs/extended")
@@ -62,11 +73,10 @@ class EngineClient:
     max_retries: int = 5
 
     def __post_init__(self):
-        parts = urlsplit(self.url)
-        if not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
+        if not _is_plain(self.url):
             raise FarspanError(
-                f"{parts.scheme}://{parts.hostname or ''}… is not the plain URL of a server; give "
-                f"it as http://localhost:8000/v1, and a key by the environment variable {KEY}"
+                f"{self.url[:12]}… is not the plain URL of a server; give it as "
+                f"http://localhost:8000/v1, and a key by the environment variable {KEY}"
             )
         for name, least in (("num_concurrent", 1), ("timeout", 0.001), ("max_retries", 0)):
             if getattr(self, name) < least:
@@ -83,7 +93,8 @@ class EngineClient:
                 data = (await once._request(client, "GET", "/models", None)).get("data")
             except (RefusedError, CorruptError, FailingError):
                 return []
-            return [each for each in data or [] if isinstance(each, dict)]
+            listed = data if isinstance(data, list) else []
+            return [each for each in listed if isinstance(each, dict)]
 
         return _run(self._with_client(ask))
 
@@ -112,7 +123,11 @@ class EngineClient:
         return replies[0]
 
     async def _with_client(self, ask: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
-        key, parts = os.environ.get(KEY, ""), urlsplit(self.url)
+        key, parts = os.environ.get(KEY, "").strip(), urlsplit(self.url)
+        if not re.fullmatch(r"[!-~]*", key):
+            raise FarspanError(
+                f"the environment variable {KEY} has characters that no key has; set it again"
+            )
         async with httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
@@ -132,7 +147,7 @@ class EngineClient:
                 async with asyncio.timeout(self.timeout):
                     response = await client.request(method, f"{self.url}{path}", json=body)
                 return self._reply(response, body)
-            except (TimeoutError, httpx2.TransportError, FailingError, CorruptError) as error:
+            except (TimeoutError, httpx2.RequestError, FailingError, CorruptError) as error:
                 if attempt == self.max_retries:
                     raise self._failure(error, attempt + 1) from None
                 asked = getattr(error, "retry_after", None)
@@ -151,7 +166,7 @@ class EngineClient:
             raise self._refusal(status, _message(response), body or {})
         try:
             reply = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict) or "error" in reply:
             raise CorruptError(f"a reply that is not a JSON object: {_message(response)}")
@@ -212,11 +227,11 @@ def _message(response: httpx2.Response) -> str:
     """The beginning of what a server says, without the key."""
     text = response.text
     try:
-        content = json.loads(text)
+        content = json.loads(text)  # most servers wrap it in one of these
         for name in ("error", "detail", "message"):
             content = content.get(name, content) if isinstance(content, dict) else content
         text = content if isinstance(content, str) else json.dumps(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     if key := os.environ.get(KEY, ""):
         text = text.replace(key, "…")
