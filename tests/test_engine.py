@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import time
@@ -13,9 +14,10 @@ from engine_server import MODEL, EngineServer, error, fails_after, slow
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cli import main
 from farspan.data.passkey import FILLER, TASK
+from farspan.data.tokens import DECISION
 from farspan.errors import FarspanError
 from farspan.evals import engine_http
-from farspan.evals.engine import EngineOptions, prompt_losses, without_frame
+from farspan.evals.engine import Engine, EngineOptions, prompt_losses, without_frame
 from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey
 from farspan.workflows import evaluate as evaluate_workflow
@@ -339,3 +341,46 @@ def _llama(folder):
     settings.verbosity = -1
     server = xllamacpp.Server(settings)
     return "", f"{server.listening_address}/v1", lambda: server and None  # it lives as long
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '' if enable_thinking else '\n' }}{% endif %}"
+)
+
+
+def test_ruler_in_a_chat_leaves_the_template_to_the_server(server, twin, tmp_path):
+    """The message has the prompt and the start of the answer; the template is counted, not sent."""
+    tokenizer = copy.deepcopy(twin[1])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    settings = {"tasks": ("niah_single_1",), "lengths": [1024], "limit": 2}
+    settings |= {"apply_chat_template": True, "system_instruction": "Be brief."}
+    options = EngineOptions(MODEL, str(tmp_path / "tokenizer"), "chat")
+    result = farspan.evaluate(server.url, "ruler", tmp_path / "out", engine=options, **settings)
+    assert result.scores[0].value == 100
+    for body in server.requests:
+        system, user = body["messages"]
+        assert system == {"role": "system", "content": "Be brief."}
+        assert user["content"].startswith("A special magic number is hidden within")
+        assert user["content"].endswith("mentioned in the provided text is")
+        assert "<|" not in user["content"]
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "tokens of difference to the exact lengths" in result.notes[-1]
+
+
+@pytest.mark.parametrize(("adds_begin", "begins"), [(True, False), (False, True)])
+def test_a_begin_of_text_token_is_in_a_text_once(adds_begin, begins, twin):
+    """A server that adds it gets a text without it."""
+    tokenizer = copy.deepcopy(twin[1])
+    setattr(tokenizer, DECISION, True)
+    client = engine_http.EngineClient("http://localhost:1/v1")
+    engine = Engine(client, tokenizer, MODEL, "completions", False, adds_begin)
+    text = engine._prompt([tokenizer.bos_token_id, *tokenizer("The sky")["input_ids"]])
+    assert text == tokenizer.bos_token * begins + "The sky"
+
+
+def test_the_only_model_needs_no_name(server, tmp_path):
+    options = EngineOptions(tokenizer=TWIN)
+    farspan.evaluate(server.url, "needle", tmp_path / "out", engine=options, lengths=[256], limit=1)
+    assert {body["model"] for body in server.requests} == {MODEL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from farspan.errors import FarspanError, first_line
@@ -48,4 +49,5 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> tuple[str, str]:
 def thinking_switch(tokenizer: Any) -> dict[str, bool]:
     """The arguments that switch thinking off in a chat template, if it has such a switch."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    return {name: False for name in ("enable_thinking", "thinking") if name in template}
+    switches = ("enable_thinking", "thinking")
+    return {name: False for name in switches if re.search(rf"\b{name}\b", template)}
