@@ -25,7 +25,8 @@ PROBE = (
     "def parse_lengths(text: str) -> list[int]:  # antidisestablishmentarianism, Überprüfung\n"
 )
 MALFORMED = (KeyError, TypeError, IndexError, ValueError, AttributeError)  # reading a reply
-LOST_SHARE = 0.02  # of a prompt; a server that reads less has cut it
+# Of a prompt; a server that reads less has cut it. It may have another chat template than ours.
+LOST_SHARES = {"completions": 0.02, "chat": 0.1}
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ class Engine:
 
     def _check_whole(self, read: int, sent: int) -> None:
         """Refuse a server that silently drops a part of a prompt."""
-        if read < sent * (1 - LOST_SHARE) - 8 or (self.takes_tokens and read != sent):
+        least = sent * (1 - LOST_SHARES[self.api]) - 8
+        if read < least or (self.takes_tokens and read != sent):
             raise RefusedError(
                 f"the server at {self.client.url} read {read} tokens of a prompt of {sent}; start "
                 "it with a longer context, or choose shorter --lengths"
