@@ -108,6 +108,7 @@ def test_servers_with_and_without_log_probabilities(losses, source, patch):
     assert ("it returns no log-probabilities of prompts" in result.sentence) == (not losses)
 
 
+@pytest.mark.long
 def test_llama_cpp_runs_a_gguf_file(patch, tmp_path):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")

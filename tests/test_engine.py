@@ -300,6 +300,7 @@ def test_a_served_bundled_model_scores_as_the_loaded_one(engine, tmp_path, monke
         engine
     ]
     farspan.export("nope-twin", tmp_path / format, format)
+    same: list[float] = []
     name, url, stop = start(tmp_path / format)
     try:
         for evaluation in (Passkey, Needle):
@@ -311,8 +312,21 @@ def test_a_served_bundled_model_scores_as_the_loaded_one(engine, tmp_path, monke
             served = farspan.evaluate(url, suite, out, engine=options, **settings)
             here = farspan.evaluate("nope-twin", suite, tmp_path / f"{suite}-here", **settings)
             check_within_interval(served, here)
+            same.append(same_answers(out, tmp_path / f"{suite}-here"))
     finally:
         stop()
+    assert same[0] == 1, "every key"
+    assert same[1] >= 0.8, "a bundled model names no number, so its words are compared"
+
+
+def same_answers(*folders) -> float:
+    """The share of samples with the same answer in two results folders."""
+    texts = []
+    for folder in folders:
+        (file,) = (folder / "samples").glob("*.jsonl")
+        samples = map(json.loads, file.read_text().splitlines())
+        texts.append([sample.get("prediction", sample.get("said")) for sample in samples])
+    return sum(map(str.__eq__, *texts)) / len(texts[0])
 
 
 def _first_cells(cells, count):
