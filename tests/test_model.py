@@ -428,8 +428,9 @@ def test_config_refuses_impossible_values(message: str):
 
 def test_refuses_attention_that_drops_the_bias():
     model = next(family for family in OURS if family.name == "farspan-alibi").build()
-    with pytest.raises(FarspanError, match="would drop the score bias"):
-        model.set_attn_implementation("eager")
+    for name in ("flex_attention", "paged|eager"):
+        with pytest.raises(FarspanError, match="would drop the score bias"):
+            model.set_attn_implementation(name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
