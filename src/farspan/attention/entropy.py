@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.attention.layout import visible_mask
 from farspan.attention.scores import HIDDEN, Entropy, Scores
 from farspan.attention.seam import (
     Backend,
@@ -29,7 +30,6 @@ from farspan.attention.seam import (
     as_call,
     attention_calls,
     own_attention,
-    visible_mask,
 )
 from farspan.batching import run_in_batches
 

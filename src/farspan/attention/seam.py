@@ -12,7 +12,6 @@ layer; indexing a table would compile one graph per layer.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,29 +27,39 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from farspan.attention import guard
+from farspan.attention.backends import (
+    PREFIX,
+    Backend,
+    Mask,
+    backend_name,
+    check_not_packed,
+    is_flash,
+    mask_of_selected_keys,
+    own_attention,
+    query_places,
+    supported,
+    takes_tensor_masks,
+    tensor_mask,
+    visible_keys,
+    windowed,
+)
 from farspan.attention.layout import (
     LayerLayout,
     Layout,
     RotationFilter,
-    banded,
     change_rotation,
     length_dependent_rotation,
-    limit_to_window,
     rotate_by_slot,
     step_angles,
-    visible_mask,
 )
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 
-PREFIX = "farspan_seam_"
 _KEY = "_farspan_seam"
-
-Backend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +288,7 @@ def uninstall(model: PreTrainedModel) -> PreTrainedModel:
         if (state := module.__dict__.pop(_KEY, None)) is not None:
             _clear_layout(state)
     if installed(model):
-        _set_attention(model, model.config._attn_implementation.removeprefix(PREFIX))
+        _set_attention(model, backend_name(model.config))
     return model
 
 
@@ -433,6 +442,9 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         # padding, windows and static caches would all be wrong.
         mask_function = ALL_MASK_ATTENTION_FUNCTIONS[name.removeprefix(PREFIX)]
         AttentionMaskInterface.register(name, mask_function)
+    if is_flash_attention_requested(requested_attention_implementation=name):
+        model.config._attn_implementation = name  # else transformers loads kernels of this name
+        return
     try:
         model.set_attn_implementation(name)
     except ValueError as error:  # transformers refuses this backend for this model
@@ -466,8 +478,7 @@ def _check_interface(model: PreTrainedModel) -> None:
             "family that does (Llama, Mistral, …)"
         )
     name = model.config._attn_implementation
-    known = name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
-    if not known or ALL_MASK_ATTENTION_FUNCTIONS[name] not in (sdpa_mask, eager_mask):
+    if not supported(name):
         raise FarspanError(
             f"{type(model).__name__} runs on attention {name!r}, whose mask does not show how many "
             'keys a query sees; load it with attn_implementation="sdpa"'
@@ -476,7 +487,7 @@ def _check_interface(model: PreTrainedModel) -> None:
 
 def _check_dropped_terms(model: PreTrainedModel, calls: list[Call]) -> None:
     """Refuse sinks and soft caps on SDPA, which silently drops them."""
-    if model.config._attn_implementation.removeprefix(PREFIX) == "eager":
+    if backend_name(model.config) == "eager" or not takes_tensor_masks(model):
         return
     for call in calls:
         for option, term in (("s_aux", "attention sinks"), ("softcap", "a soft cap")):
@@ -506,19 +517,6 @@ def check_scales_fit(scales: Scales, calls: list[Call]) -> None:
             )
 
 
-def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None, window: int | None = None) -> Tensor:
-    """How many keys each query sees, [B or 1, Q], from the mask that the backend receives.
-
-    Position ids would be wrong with padding, sliding caches and packing; the mask is always right.
-    """
-    queries, keys = q.shape[2], k.shape[2]
-    if mask is None:  # causal; a single query sees the whole cache
-        first = keys if queries == 1 else 1
-        counts = torch.arange(first, first + queries, device=q.device)[None]
-        return counts if window is None else counts.clamp(max=window)
-    return visible_mask(mask)[:, 0].sum(dim=-1)
-
-
 def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
     """The registered function: apply the layout, scale queries, notify observers, call the model's
     own backend."""
@@ -528,90 +526,47 @@ def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwarg
         return own_attention(module, query, key, value, attention_mask, **kwargs)
     if state.layout is not None:
         if (window := state.layout.window) is not None:
-            key, value, attention_mask = limit_to_window(
-                key, value, attention_mask, query.shape[2], window
+            key, value, attention_mask = windowed(
+                module, key, value, attention_mask, query.shape[2], window
             )
             kwargs["sliding_window"] = window
         if state.adds_rotation:
-            query, key = rotate_by_slot(query, key, attention_mask)
+            places = query_places(module, query, key, attention_mask)
+            query, key = rotate_by_slot(query, key, places)
     if state.scales is not None:
+        flash = is_flash(module)
+        if flash and attention_mask is None and not state.scales.constant:
+            check_not_packed(kwargs)
         query = scale_queries(
-            query, key, attention_mask, state.scales, kwargs.get("sliding_window")
+            query, key, attention_mask, state.scales, kwargs.get("sliding_window"), flash=flash
         )
     if state.observers:
         _notify_observers(state, module, query, key, value, attention_mask, kwargs)
     return (state.backend or own_attention)(module, query, key, value, attention_mask, **kwargs)
 
 
-def mask_of_selected_keys(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> Tensor | None:
-    """The mask with the selection of sparse attention in it.
-
-    Sparse families put their selection into the mask if the implementation is named `eager` or
-    `sdpa`; to every other name they hand it over, for a kernel: `indices` of keys [B, Q, top-k]
-    (DeepSeek V3.2), or `block_indices` with an indexer that makes the mask (MiniMax M3).
-    """
-    if (blocks := kwargs.pop("block_indices", None)) is not None:
-        queries, keys = query.shape[2], key.shape[2]
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(keys - queries, keys, device=query.device)[None]
-        indexer: Any = module.indexer
-        return indexer.build_block_mask(
-            blocks, mask, keys, query.dtype, query.device, positions.expand(query.shape[0], -1)
-        )
-    if (indices := kwargs.pop("indices", None)) is None or mask is None:
-        return mask
-    shape = (*indices.shape[:2], key.shape[2])
-    hidden = torch.ones(shape, dtype=torch.bool, device=query.device)
-    hidden = hidden.scatter(-1, indices.long(), False)[:, None]
-    if mask.dtype == torch.bool:
-        return mask & ~hidden
-    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-
-
-def own_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
-    """The model's own attention.
-
-    A call without a mask may still have a window, which the backends of transformers expect in the
-    mask: it is computed in blocks.
-    """
-    backend, window = default_backend(module), kwargs.get("sliding_window")
-    if attention_mask is None and window is not None and query.shape[2] > window:
-        return banded(backend, module, query, key, value, **{**kwargs, "window": window})
-    return backend(module, query, key, value, attention_mask, **kwargs)
-
-
 def scale_queries(
-    q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    scales: Scales,
+    window: int | None = None,
+    *,
+    flash: bool = False,
 ) -> Tensor:
     """λ̂(n)·q for one layer's scales, multiplied in float32 and rounded once."""
     scales = scales.to(q.device)
     if scales.constant:
         scale = scales.base[0][:, None]  # [H, 1]
-    elif mask is not None and mask.shape[1] > 1:
+    elif mask is not None and len(mask.shape) == 4 and mask.shape[1] > 1:
         raise FarspanError(
             "growing scales need one number of visible keys for all heads, and this model selects "
             "keys for each head; use constant scales (headscale)"
         )
     else:
-        scale = scales.at(visible_keys(q, k, mask, window))[0].transpose(0, 1)  # [B or 1, H, Q]
+        counts = visible_keys(q, k, mask, window, flash=flash)
+        scale = scales.at(counts)[0].transpose(0, 1)  # [B or 1, H, Q]
     return (q * scale[..., None]).to(q.dtype)
-
-
-def default_backend(module: Any) -> Backend:
-    """The function that the model would call without the seam."""
-    name = module.config._attn_implementation.removeprefix(PREFIX)
-    if name != "eager":
-        return ALL_ATTENTION_FUNCTIONS[name]
-    for cls in type(module).__mro__:  # by convention in the module of the attention class
-        if eager := getattr(sys.modules[cls.__module__], "eager_attention_forward", None):
-            return eager
-    raise FarspanError(
-        f"{type(module).__name__} runs on eager attention, but its Python module defines no "
-        'eager_attention_forward; load the model with attn_implementation="sdpa"'
-    )
 
 
 @torch.compiler.disable
@@ -626,10 +581,17 @@ def _notify_observers(state: _SeamState, module, query, key, value, mask, kwargs
 
 
 def as_call(
-    layer: int, module, query: Tensor, key: Tensor, value: Tensor, mask, kwargs: dict[str, Any]
+    layer: int,
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    kwargs: dict[str, Any],
 ) -> Call:
     """The arguments of an attention function as a Call."""
     options = dict(kwargs)
     scaling = options.pop("scaling", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = tensor_mask(module, query, key, mask, options.get("sliding_window"))
     return Call(layer, module, query.detach(), key.detach(), value.detach(), mask, scaling, options)

@@ -263,7 +263,7 @@ def _zero_head(ablated: torch.nn.Module, head: int) -> seam.Backend:
     """The model's own attention, except that one head of one module outputs zeros."""
 
     def attend(module, *arguments, **options):
-        output, probabilities = seam.default_backend(module)(module, *arguments, **options)
+        output, probabilities = seam.own_attention(module, *arguments, **options)
         if module is ablated:
             output = output.clone()
             output[:, :, head] = 0  # [B, Q, H, D]

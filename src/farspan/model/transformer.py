@@ -286,6 +286,8 @@ class FarspanModel(FarspanPreTrainedModel):
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(x.shape[1], device=x.device) + past)[None]
         masks = self._masks(x, attention_mask, position_ids if packed else None, past_key_values)
+        if packed:
+            kwargs["position_ids"] = position_ids  # FlashAttention separates packed texts by them
         biases = self._biases(x.shape[1], x.device, past_key_values)
         x, angles = self._embed_positions(x, position_ids)
         for layer, kind, span in zip(
