@@ -2,24 +2,20 @@
 
 Only at the seam are queries multiplied by the scale of their head and limited to the window of
 their layer, and only there do observers see calls. The model's own backend computes attention: with
-nothing attached, outputs are bit-identical.
-
-State is a plain object in the `__dict__` of each attention module. It is no parameter and no
-buffer, so nothing leaks into a saved checkpoint. A compiled layer reads the same attribute in every
-layer; indexing a table would compile one graph per layer.
+nothing attached, outputs are bit-identical. `call.py` has the function; here models get on and off
+the seam.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -34,66 +30,20 @@ from farspan.attention import guard
 from farspan.attention.backends import (
     PREFIX,
     Backend,
-    Mask,
     backend_name,
-    check_not_packed,
-    is_flash,
-    mask_of_selected_keys,
-    own_attention,
-    query_places,
     supported,
     takes_tensor_masks,
-    tensor_mask,
-    visible_keys,
-    windowed,
 )
+from farspan.attention.call import STATE_KEY, Call, Observer, SeamState, seam_attention
 from farspan.attention.layout import (
-    LayerLayout,
     Layout,
     RotationFilter,
     change_rotation,
     length_dependent_rotation,
-    rotate_by_slot,
     step_angles,
 )
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
-
-_KEY = "_farspan_seam"
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One attention call as it reaches the backend and as an observer sees it."""
-
-    layer: int
-    module: nn.Module
-    q: Tensor  # [B, H, Q, D], already scaled
-    k: Tensor  # [B, KV, K, D], after rotation, with the cached keys
-    v: Tensor
-    mask: Tensor | None  # boolean or additive; None is causal, within `sliding_window` if given
-    scaling: float  # multiplies q·k
-    options: dict[str, Any]  # all other arguments: bias, sliding_window, s_aux, softcap, …
-
-
-Observer = Callable[[Call], None]
-
-
-@dataclass
-class _SeamState:
-    """What is attached to one attention module."""
-
-    layer: int
-    scales: Scales | None = None  # one row
-    backend: Backend | None = None  # replaces the model's own
-    observers: tuple[Observer, ...] = ()
-    layout: LayerLayout | None = None
-    adds_rotation: bool = False  # the layout rotates, and the layer itself does not
-    rotation_hook: RemovableHandle | None = None  # the layer rotates more than the layout does
-
-    @property
-    def in_use(self) -> bool:
-        return any((self.scales, self.observers, self.backend, self.layout))
 
 
 def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedModel:
@@ -116,7 +66,7 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
     return model
 
 
-def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, _SeamState]]:
+def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, SeamState]]:
     """Put the model on the seam: the state of each attention module, with its recorded call."""
     if not installed(model):
         with eval_mode(model):
@@ -124,7 +74,7 @@ def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, _
         unshare_config(model)
         _set_attention(model, PREFIX + model.config._attn_implementation)
     for call in calls:
-        yield call, call.module.__dict__.setdefault(_KEY, _SeamState(call.layer))
+        yield call, call.module.__dict__.setdefault(STATE_KEY, SeamState(call.layer))
 
 
 def install_layout(
@@ -211,7 +161,7 @@ def _is_partial(layout: Layout, index: int) -> bool:
     return entry is not None and entry.max_period is not None
 
 
-def _clear_layout(state: _SeamState) -> None:
+def _clear_layout(state: SeamState) -> None:
     if state.rotation_hook is not None:
         state.rotation_hook.remove()
     state.layout, state.adds_rotation, state.rotation_hook = None, False, None
@@ -225,19 +175,21 @@ def installed_layout(model: PreTrainedModel) -> Layout | None:
     return Layout(layers) if layers else None
 
 
-def attached_states(model: nn.Module) -> list[_SeamState]:
-    return [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
+def attached_states(model: nn.Module) -> list[SeamState]:
+    return [
+        module.__dict__[STATE_KEY] for module in model.modules() if STATE_KEY in module.__dict__
+    ]
 
 
 def adds_rotation(module: nn.Module) -> bool:
     """Whether the seam adds rotation to an attention module that has none."""
-    state = module.__dict__.get(_KEY)
+    state = module.__dict__.get(STATE_KEY)
     return state is not None and state.adds_rotation
 
 
 def window_of(module: nn.Module) -> int | None:
     """The window that the seam gives an attention module."""
-    state = module.__dict__.get(_KEY)
+    state = module.__dict__.get(STATE_KEY)
     return None if state is None or state.layout is None else state.layout.window
 
 
@@ -285,7 +237,7 @@ def _uninstall_unused(model: PreTrainedModel) -> PreTrainedModel:
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:
     """Take the model off the seam and restore its state dict, config and outputs."""
     for module in model.modules():
-        if (state := module.__dict__.pop(_KEY, None)) is not None:
+        if (state := module.__dict__.pop(STATE_KEY, None)) is not None:
             _clear_layout(state)
     if installed(model):
         _set_attention(model, backend_name(model.config))
@@ -338,7 +290,7 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _attached(model: PreTrainedModel) -> Iterator[list[_SeamState]]:
+def _attached(model: PreTrainedModel) -> Iterator[list[SeamState]]:
     """The states of a model on the seam.
 
     A model that was installed for this block is uninstalled at its end, unless scales, observers,
@@ -360,7 +312,7 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
     Module names are not reliable: hybrids skip layers, and families name modules differently.
     """
     calls: list[Call] = []
-    recorder = _SeamState(layer=-1, observers=(calls.append,))
+    recorder = SeamState(layer=-1, observers=(calls.append,))
     with _on_seam(model), _shared_state(model, recorder):
         run_two_tokens(model)
     if not calls:
@@ -399,18 +351,18 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _shared_state(model: PreTrainedModel, state: _SeamState) -> Iterator[None]:
+def _shared_state(model: PreTrainedModel, state: SeamState) -> Iterator[None]:
     """Give every module this state for a block; only attention modules read it."""
-    before = {module: module.__dict__.get(_KEY) for module in model.modules()}
+    before = {module: module.__dict__.get(STATE_KEY) for module in model.modules()}
     for module in before:
-        module.__dict__[_KEY] = state
+        module.__dict__[STATE_KEY] = state
     try:
         yield
     finally:
         for module, previous in before.items():
-            del module.__dict__[_KEY]
+            del module.__dict__[STATE_KEY]
             if previous is not None:
-                module.__dict__[_KEY] = previous
+                module.__dict__[STATE_KEY] = previous
 
 
 @contextmanager
@@ -431,7 +383,7 @@ def _on_seam(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def nothing_attached(model: PreTrainedModel) -> Iterator[None]:
     """The seam with no scales, layout or observers, which must change nothing."""
-    with _on_seam(model), _shared_state(model, _SeamState(layer=-1)):
+    with _on_seam(model), _shared_state(model, SeamState(layer=-1)):
         yield
 
 
@@ -515,83 +467,3 @@ def check_scales_fit(scales: Scales, calls: list[Call]) -> None:
                 f"the scales have {scales.heads} heads, but layer {layer} has {heads[layer]}; "
                 "use scales that were fitted on this model"
             )
-
-
-def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
-    """The registered function: apply the layout, scale queries, notify observers, call the model's
-    own backend."""
-    attention_mask = mask_of_selected_keys(module, query, key, attention_mask, kwargs)
-    state = module.__dict__.get(_KEY)
-    if state is None:
-        return own_attention(module, query, key, value, attention_mask, **kwargs)
-    if state.layout is not None:
-        if (window := state.layout.window) is not None:
-            key, value, attention_mask = windowed(
-                module, key, value, attention_mask, query.shape[2], window
-            )
-            kwargs["sliding_window"] = window
-        if state.adds_rotation:
-            places = query_places(module, query, key, attention_mask)
-            query, key = rotate_by_slot(query, key, places)
-    if state.scales is not None:
-        flash = is_flash(module)
-        if flash and attention_mask is None and not state.scales.constant:
-            check_not_packed(kwargs)
-        query = scale_queries(
-            query, key, attention_mask, state.scales, kwargs.get("sliding_window"), flash=flash
-        )
-    if state.observers:
-        _notify_observers(state, module, query, key, value, attention_mask, kwargs)
-    return (state.backend or own_attention)(module, query, key, value, attention_mask, **kwargs)
-
-
-def scale_queries(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    scales: Scales,
-    window: int | None = None,
-    *,
-    flash: bool = False,
-) -> Tensor:
-    """λ̂(n)·q for one layer's scales, multiplied in float32 and rounded once."""
-    scales = scales.to(q.device)
-    if scales.constant:
-        scale = scales.base[0][:, None]  # [H, 1]
-    elif mask is not None and len(mask.shape) == 4 and mask.shape[1] > 1:
-        raise FarspanError(
-            "growing scales need one number of visible keys for all heads, and this model selects "
-            "keys for each head; use constant scales (headscale)"
-        )
-    else:
-        counts = visible_keys(q, k, mask, window, flash=flash)
-        scale = scales.at(counts)[0].transpose(0, 1)  # [B or 1, H, Q]
-    return (q * scale[..., None]).to(q.dtype)
-
-
-@torch.compiler.disable
-def _notify_observers(state: _SeamState, module, query, key, value, mask, kwargs) -> None:
-    # Inside a backward pass gradient checkpointing repeats a call that was already observed.
-    if torch._C._current_graph_task_id() != -1:
-        return
-    call = as_call(state.layer, module, query, key, value, mask, kwargs)
-    with torch.no_grad():
-        for observer in state.observers:
-            observer(call)
-
-
-def as_call(
-    layer: int,
-    module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    kwargs: dict[str, Any],
-) -> Call:
-    """The arguments of an attention function as a Call."""
-    options = dict(kwargs)
-    scaling = options.pop("scaling", None)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = tensor_mask(module, query, key, mask, options.get("sliding_window"))
-    return Call(layer, module, query.detach(), key.detach(), value.detach(), mask, scaling, options)
