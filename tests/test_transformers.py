@@ -388,6 +388,15 @@ def test_sdpa_equals_eager_with_gradients_and_padding(model, eager):
 
 
 @every_config
+def test_flags_say_which_implementations_run(model, family: Family):
+    """These implementations are compared here; refusals are in test_model.py."""
+    assert model._supports_sdpa
+    assert model._supports_attention_backend
+    assert model._can_compile_fullgraph
+    assert model._supports_flex_attn == model._supports_flash_attn == (family in UNBIASED)
+
+
+@every_config
 @torch.no_grad()
 def test_sdpa_equals_eager_in_half_precision(model, eager):
     half, eager_half = (copy.deepcopy(part).bfloat16() for part in (model, eager))

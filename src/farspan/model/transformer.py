@@ -194,6 +194,11 @@ class FarspanPreTrainedModel(PreTrainedModel):
         "attentions": FarspanAttention,
     }
 
+    def __init__(self, config: FarspanConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        if self._biased_kinds():  # they would drop the bias
+            self._supports_flash_attn = self._supports_flex_attn = False
+
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
