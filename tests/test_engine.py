@@ -398,3 +398,21 @@ def test_the_only_model_needs_no_name(server, tmp_path):
     options = EngineOptions(tokenizer=TWIN)
     farspan.evaluate(server.url, "needle", tmp_path / "out", engine=options, lengths=[256], limit=1)
     assert {body["model"] for body in server.requests} == {MODEL}
+
+
+def test_longbench_asks_a_server_and_cuts_after_a_line(server, tmp_path):
+    """samsum ends with its first line; triviaqa keeps all that the server says."""
+    rows = [
+        {"dataset": task, "prompt": f"The sky is {task}.", "gold": ["blue sky"], "idx": 0}
+        for task in ("samsum", "triviaqa")
+    ]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    server._text = lambda ids, count: "\nblue sky\nand more"
+    options = EngineOptions(MODEL, TWIN)
+    data = {"longbench": tmp_path / "bench.jsonl"}
+    farspan.evaluate(
+        server.url, "longbench", tmp_path / "out", engine=options, lengths=[512], data=data
+    )
+    samples = (tmp_path / "out" / "samples" / "longbench.jsonl").read_text().splitlines()
+    predictions = {s["task"]: s["prediction"] for s in map(json.loads, samples)}
+    assert predictions == {"samsum": "\nblue sky", "triviaqa": "\nblue sky\nand more"}
