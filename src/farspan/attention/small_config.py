@@ -87,6 +87,7 @@ _WIDTHS = {
     "intermediate_size_mlp": 64,
     "dense_intermediate_size": 64,
     "moe_intermediate_size": 32,
+    "moe_hidden_size": 32,
     "shared_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
@@ -184,6 +185,8 @@ def keep_layers(config: PreTrainedConfig, count: int) -> None:
 def _small_towers(config: PreTrainedConfig, hidden: int) -> None:
     """Leave one layer to the encoders of images and sound, which text does not reach."""
     text = config.get_text_config()
+    if config is not text:
+        _set(config, {"projector_hidden_size": 64, "out_hidden_size": 64})
     for name in config.sub_configs:
         tower = getattr(config, name, None)
         if isinstance(tower, PreTrainedConfig) and tower is not text:

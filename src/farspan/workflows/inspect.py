@@ -288,12 +288,13 @@ def _inspect_model(
     except FarspanError as error:  # off the attention interface: only the config is left
         return replace(from_config, warnings=(*warnings, str(error)))
     reports = tuple(_layer_report(layer, config, stands_in) for layer in layers)
-    if repeated := repeated_layers(config):
-        by_index = {report.index: report for report in reports}
+    by_index = {report.index: report for report in reports}
+    repeated = repeated_layers(config) if stands_in else {}
+    if repeated.keys() - by_index.keys():
         reports += tuple(
             replace(by_index[other], index=index, claimed=claimed_position(config, index))
             for index, other in repeated.items()
-            if other in by_index
+            if other in by_index and index not in by_index
         )
         warnings.append(
             f"layers {MAX_LAYERS}–{config.num_hidden_layers - 1} were not run: each is described "
