@@ -48,6 +48,9 @@ def layer_heads(config: PreTrainedConfig, layer: int, window: int | None) -> tup
     """The query and key/value heads of a layer by its config: by its list for all layers, by its
     numbers for layers with a window or without one, or the same for all."""
 
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+
     def first(*names: str) -> int | None:
         values = [getattr(config, name, None) for name in names]
         values = [value[layer] if isinstance(value, list) else value for value in values]

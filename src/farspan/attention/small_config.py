@@ -18,16 +18,25 @@ def head_dim(config: PreTrainedConfig) -> int:
     Where layer types have different widths, the share of the hidden size stands for all of them
     until the model is run.
     """
-    width = None
-    with suppress(RuntimeError):  # transformers refuses to name one of several
-        width = getattr(config, "head_dim", None)
+    width = _value(config, "head_dim")
     return width or config.hidden_size // _largest(config.num_attention_heads)
 
 
 def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """The numbers of query and of key/value heads by the config, the most of any layer."""
-    heads = _largest(config.num_attention_heads)
-    return heads, _largest(getattr(config, "num_key_value_heads", None) or heads)
+    layers = [config]
+    if getattr(config, "is_heterogeneous", False):
+        layers = list(config.per_layer_config)
+    heads = max(_largest(layer.num_attention_heads) for layer in layers)
+    kv_heads = [getattr(layer, "num_key_value_heads", None) or heads for layer in layers]
+    return heads, max(map(_largest, kv_heads))
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """None where transformers refuses to name one of several values."""
+    with suppress(RuntimeError):
+        return getattr(config, name, None)
+    return None
 
 
 def _largest(value: int | list[int]) -> int:
@@ -177,9 +186,14 @@ def keep_layers(config: PreTrainedConfig, count: int) -> None:
     if count >= config.num_hidden_layers:
         return
     lists = _layer_lists(config)
+    by_layer = None
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4: values of single layers
+        by_layer = config.to_dict()["per_layer_config"]
     config.num_hidden_layers = count
     for name, values in lists.items():
         setattr(config, name, values[:count])
+    if by_layer is not None:
+        config.per_layer_config = {key: by_layer[key] for key in by_layer if int(key) < count}
 
 
 def _small_towers(config: PreTrainedConfig, hidden: int) -> None:
@@ -196,6 +210,6 @@ def _small_towers(config: PreTrainedConfig, hidden: int) -> None:
 def _set(config: PreTrainedConfig, values: dict[str, int]) -> None:
     """Set the values that the config has; a limit that is off stays off."""
     for key, value in values.items():
-        before = getattr(config, key, None)
+        before = _value(config, key)
         if before is not None:
             setattr(config, key, [value] * len(before) if isinstance(before, list) else value)
