@@ -26,14 +26,14 @@ from transformers import (
     StaticCache,
 )
 
-from farspan.methods.swan import even_layers
+from farspan.methods.swan import SwanConfig, even_layers
 
 
 def build(shape: str, window: int) -> dict[str, PreTrainedModel]:
-    """The base, and its conversion with every fourth layer global."""
+    """The base, and its conversion with the default share of global layers."""
     settings = dict(SHAPES[shape], max_position_embeddings=2**20)
     layers = settings["num_hidden_layers"]
-    global_layers = even_layers(range(layers), round(layers / 4))
+    global_layers = even_layers(range(layers), round(layers * SwanConfig().global_share))
     types = ["full_attention" if i in global_layers else "sliding_attention" for i in range(layers)]
     converted = SmolLM3Config(
         **settings,

@@ -1320,6 +1320,7 @@ def test_a_search_on_a_patch_measures_and_keeps_all_of_it(tiny, tmp_path):
     result = extend_patch(tiny, tmp_path / "swan", tmp_path / "out", search=QUICK, data=data)
     assert result.before == swan.after
     assert result.after != result.before
+    assert not any("rotary" in note for note in result.notes), "advice for layers without windows"
     assert result.patch.layout == swan.patch.layout
     assert result.patch.scales.layers == swan.patch.layout.global_layers
     assert set(result.patch.weights) == set(swan.patch.weights)

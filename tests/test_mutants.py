@@ -62,6 +62,34 @@ def test_messages_and_annotations_stay_unchanged(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_tests_that_fail_without_a_change_are_left_out(tmp_path, monkeypatch):
+    """They would notice every mutant. It needs `coverage`, which CI has before the long tests."""
+    coverage = pytest.importorskip("coverage").CoverageData(str(tmp_path / "coverage"))
+    path = str(mutants.SOURCE / "farspan" / "errors.py")
+    for name in ("slow", "fails", "quick", "raises"):
+        coverage.set_context(f"tests/test_a.py::test_{name}|run")
+        coverage.add_lines({path: [1]})
+    coverage.write()
+    cases = {
+        "slow": (3, ""),
+        "fails": (1, "<failure/>"),
+        "quick": (1, ""),
+        "raises": (1, "<error/>"),
+    }
+    lines = [
+        f'<testcase classname="tests.test_a" name="test_{name}" time="{time}">{child}</testcase>'
+        for name, (time, child) in cases.items()
+    ]
+    (tmp_path / "times.xml").write_text(f"<testsuites>{''.join(lines)}</testsuites>")
+    monkeypatch.setattr(mutants, "COVERAGE", tmp_path / "coverage")
+    monkeypatch.setattr(mutants, "JUNIT", tmp_path / "times.xml")
+    reach = mutants.Reach()
+    passing = ["tests/test_a.py::test_quick", "tests/test_a.py::test_slow"]
+    assert reach.tests("errors.py", 1) == passing
+    assert {test.rpartition("_")[2] for test in reach.failing} == {"fails", "raises"}
+
+
+@pytest.mark.long
 def test_a_mutant_is_killed_by_a_test_that_notices_it(tmp_path):
     """And survives one that does not. The run is a process of its own, without farspan loaded."""
     source = (mutants.SOURCE / "farspan" / "errors.py").read_text()

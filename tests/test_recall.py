@@ -102,7 +102,7 @@ def test_the_shortest_rows_hold_two_tokens_twice(length, min_distance):
 # Facts.
 
 
-FILLER = torch.tensor([ord("~")] * 600)
+FILLER = torch.tensor([ord("~")] * 2000)
 
 
 def fact_rows(count: int = 300, length: int = 600) -> list[str]:
@@ -122,34 +122,55 @@ def pattern_of(template: str) -> str:
     return pattern
 
 
-def asked_fact(text: str) -> tuple[str, str]:
-    """The fact that the end of a row asks for, and the text before the question."""
+def asked_facts(text: str) -> tuple[list[str], str]:
+    """The facts that the end of a row asks for, and the text before the questions."""
     for fact, question in FACTS:
-        for match in re.finditer(pattern_of(question) + "$", text):
-            return fact.format(**match.groupdict()), text[: match.start()]
+        asked = []
+        while match := re.search(pattern_of(question) + r"\Z", text):
+            asked.append(fact.format(**match.groupdict()))
+            text = text[: match.start()]
+        if asked:
+            return asked, text
     raise AssertionError(f"no question at the end of {text[-80:]!r}")
 
 
-def test_the_asked_fact_stands_once_before_the_question():
-    counts, places = set(), []
-    for text in fact_rows():
-        fact, before = asked_fact(text)
-        assert before.count(fact) == 1
-        places.append(before.index(fact) / len(before))
-        counts.add(sum(len(re.findall(pattern_of(each), before)) for each, _ in FACTS))
-    assert counts == {1, 2, 3, 4}
+@pytest.mark.parametrize(("length", "most"), [(600, 4), (2000, 8)])
+def test_every_asked_fact_stands_once_before_the_questions(length, most):
+    counts, questions, places = set(), set(), []
+    for text in fact_rows(300, length):
+        asked, before = asked_facts(text)
+        assert len(set(asked)) == len(asked)
+        assert all(before.count(fact) == 1 for fact in asked)
+        places += [before.index(fact) / len(before) for fact in asked]
+        facts = [
+            match["name"] for each, _ in FACTS for match in re.finditer(pattern_of(each), before)
+        ]
+        assert len(set(facts)) == len(facts), "names tell the facts of a row apart"
+        counts.add(len(facts))
+        questions.add(len(asked))
+    assert counts == set(range(1, most + 1))
+    assert questions == {1, 2, 3, 4}
     assert min(places) < 0.1
     assert max(places) > 0.8
 
 
-def test_the_other_tokens_of_a_row_with_facts_are_its_beginning():
-    """In their order: facts are put between them, and only its end is cut."""
+def test_the_other_tokens_of_a_row_with_facts_are_its_beginning_or_one_span_over_and_over():
+    """In their order: facts are put between them, and only the end is cut."""
     letters = torch.arange(0x4E00, 0x4E00 + 600)
-    for seed in range(50):
+    tiled = 0
+    for seed in range(200):
         row = FactRows(CharacterTokenizer()).row(letters, np.random.default_rng(seed))
         kept = row[row >= 0x4E00]
-        assert torch.equal(kept, letters[: len(kept)])
-        assert 100 < len(kept) < 600
+        assert 50 < len(kept) < 600
+        if torch.equal(kept, letters[: len(kept)]):
+            continue
+        tiled += 1
+        span = kept.unique()
+        assert 16 <= len(span) < 128
+        assert span[-1] - span[0] == len(span) - 1, "it stands so in the row"
+        expected = span.repeat(600 // len(span) + 1)[: len(kept)]
+        assert torch.equal(kept, expected)
+    assert 45 <= tiled <= 90, "a third of the rows"
 
 
 def test_facts_are_a_function_of_the_generator():

@@ -57,7 +57,7 @@ MORE_FAMILIES = [
     ),
 ]
 BY_NAME = {family.name: family for family in (*FAMILIES, *MORE_FAMILIES)}
-SETTINGS = SwanConfig(window=WINDOW, rotation="none", measured_rows=1, sharpen=False)
+SETTINGS = SwanConfig(window=WINDOW, rotation="none", measured_rows=1, facts=0, sharpen=False)
 EVEN = replace(SETTINGS, layers="even")
 QUICK = TuningConfig(steps=6, batch=4, micro_batch=2, lr=1e-3, warmup=1)
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 SPAN_SIZES = (16, 128)  # tokens of a repeated span, at least and below
 SPAN_EVERY = 512  # one repeated span for so many tokens of a row
-MAX_FACTS = 4  # in a row; one of them is asked for
+MAX_FACTS, FACT_EVERY = 8, 128  # facts of a row, at most so many and one for so many tokens
+MAX_QUESTIONS = 4  # at the end of a row
+TILED = 1 / 3  # share of the rows with facts whose text is one span over and over
 FACTS = (
     (
         "\nNote for the archive: the {thing} of {name} is {value}.\n",
@@ -105,26 +107,36 @@ def repeat_spans(
 
 
 class FactRows:
-    """Puts facts into rows of text and asks for one of them at the end."""
+    """Puts facts into rows of text and asks for some of them at the end.
+
+    They differ in a name alone, so that a question has one answer among many. In part of the rows
+    a span of the text stands over and over: repetitive text is where keys are hard to pick out.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
     def row(self, row: Tensor, rng: np.random.Generator) -> Tensor:
-        """The row [T] with one to four facts in it and a question with its answer at its end."""
-        count = int(rng.integers(1, MAX_FACTS + 1))
+        """The row [T] with facts in it, and questions with their answers at its end."""
+        count = int(rng.integers(1, min(MAX_FACTS, max(1, len(row) // FACT_EVERY)) + 1))
+        asked = int(rng.integers(1, min(MAX_QUESTIONS, count) + 1))
         fact, question = FACTS[int(rng.integers(len(FACTS)))]
         thing = str(rng.choice(THINGS))
         names = rng.choice(NAMES, size=count, replace=False)
         values = [_value(rng) for _ in names]
-        facts = [
-            self._encode(fact.format(thing=thing, name=name, value=value))
-            for name, value in zip(names, values, strict=True)
-        ]
-        ending = self._encode(question.format(thing=thing, name=names[0], value=values[0]))
+        facts, questions = (
+            [
+                self._encode(template.format(thing=thing, name=name, value=value))
+                for name, value in zip(names, values, strict=True)
+            ]
+            for template in (fact, question)
+        )
+        ending = [token for tokens in questions[:asked] for token in tokens]
         room = len(row) - len(ending) - sum(map(len, facts))
         if room < 1:
             return row
+        if rng.random() < TILED:
+            row = _tile(row, rng)
         cuts = np.sort(rng.integers(0, room + 1, size=count))
         pieces: list[int] = []
         start = 0
@@ -135,6 +147,13 @@ class FactRows:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _tile(row: Tensor, rng: np.random.Generator) -> Tensor:
+    """One span of the row [T], repeated to its length."""
+    size = min(int(rng.integers(*SPAN_SIZES)), len(row))
+    start = int(rng.integers(0, len(row) - size + 1))
+    return row[start : start + size].repeat(-(-len(row) // size))[: len(row)]
 
 
 def _value(rng: np.random.Generator) -> str:

@@ -70,7 +70,7 @@ class SwanConfig:
     loss: str = "kl"  # kl: from the base; cross-entropy: on the text
     short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
     repeats: float = 0.25  # share of the windows with spans that stand twice
-    facts: float = 0.0  # share of the windows with facts that are asked for at the end
+    facts: float = 0.25  # share of the windows with facts that are asked for at the end
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
     max_loss: float = 0.005  # nats a token that sharpening may cost
 
@@ -394,7 +394,9 @@ def _with_short_windows(
 
 def _recall_rows(job: FitJob, config: SwanConfig) -> Callable[[Tensor, int], Tensor] | None:
     if config.facts and job.tokenizer is None:
-        raise FarspanError("swan.facts needs a tokenizer, and this model has none; remove it")
+        raise FarspanError(
+            "swan.facts needs a tokenizer, and this model has none; set swan.facts=0"
+        )
     return recall_rows(
         job.seed,
         repeats=config.repeats,

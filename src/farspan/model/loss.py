@@ -64,17 +64,18 @@ def losses_by_context(
     """The mean loss of the last `count` tokens of each window, by the length of their context.
 
     begin: the number of tokens in front of each window that stay in front of every context.
+    Windows with short contexts are read together, as many tokens as the longest context has.
     """
 
-    def shortened(row: Tensor, context: int) -> Tensor:
-        return torch.cat((row[:begin], row[begin - context :]))[None].to(model.device)
-
-    return {
-        context: [
-            float(last_losses(model, shortened(row, context), count).mean()) for row in windows
+    def mean_losses(context: int) -> list[float]:
+        rows = torch.cat((windows[:, :begin], windows[:, begin - context :]), 1)
+        return [
+            loss
+            for batch in rows.split(max(1, max(contexts) // context))
+            for loss in last_losses(model, batch.to(model.device), count).mean(1).tolist()
         ]
-        for context in contexts
-    }
+
+    return {context: mean_losses(context) for context in contexts}
 
 
 def mean_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:

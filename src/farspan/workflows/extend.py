@@ -268,6 +268,8 @@ def _prepare(
     begin = decide_begin_of_text(model, tokenizer, run.bos, run.start)
     length = _check_lengths(run, model, layers, to, train_length)
     notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
+    if run.start is not None and run.start.layout is not None:
+        notes = ()  # advice for rotary layers that see everything
     notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
     splits = _split_text(data, tokenizer, to, length, run, begin.ids)
     _check_reads(model, layers, splits["search"].ids[:1])
