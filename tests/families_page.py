@@ -36,13 +36,17 @@ itself does not do this (its own cache or padding changes its logits), or nothin
 check."""
 
 
-def write_page(path: Path, outcomes: dict[str, Outcomes]) -> None:
-    path.write_text(page(outcomes))
+def write_page(path: Path, outcomes: dict[str, Outcomes], families: list[str]) -> None:
+    path.write_text(page(outcomes, families))
 
 
-def page(outcomes: dict[str, Outcomes]) -> str:
+def page(outcomes: dict[str, Outcomes], families: list[str]) -> str:
+    """`families` that have no outcomes yet are listed as not measured."""
     parts = [INTRODUCTION, "## Counts", *_counts(outcomes), "## Table", *_table(outcomes)]
     parts += ["## Refused", *_refusals(outcomes), "## Not built", *_not_built(outcomes)]
+    if missing := sorted(set(families) - outcomes.keys()):
+        rows = ["| not measured yet |", "|---|", *(f"| {family} |" for family in missing)]
+        parts += ["## Not measured", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 
 

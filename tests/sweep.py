@@ -75,7 +75,7 @@ def _wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def sweep(names: list[str], fresh: bool) -> dict[str, Outcomes]:
+def sweep(names: list[str], fresh: bool, known_only: bool = False) -> dict[str, Outcomes]:
     """The outcomes of these families; those that are known are not measured again."""
     FOLDER.mkdir(exist_ok=True)
     current, outcomes = transformers.__version__, {}
@@ -84,7 +84,7 @@ def sweep(names: list[str], fresh: bool) -> dict[str, Outcomes]:
         stored = json.loads(file.read_text()) if file.exists() else {}
         if stored.get("transformers") == current and not fresh:
             outcomes[name] = {key: Outcome(**values) for key, values in stored["outcomes"].items()}
-        else:
+        elif not known_only:
             start = time.monotonic()
             outcomes[name] = measure(name)
             content = {key: asdict(value) for key, value in outcomes[name].items()}
@@ -110,17 +110,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", help="default: every one")
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the page")
     arguments = parser.parse_args()
     chosen = arguments.families
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    outcomes = sweep(chosen or list(families()), arguments.fresh or bool(chosen))
+    names = chosen or list(families())
+    outcomes = sweep(names, arguments.fresh or bool(chosen), known_only=arguments.page)
     for name, parts in outcomes.items() if chosen else ():
         for check, outcome in parts.items():
             lines = outcome.detail.strip().splitlines() or [""]
             print(name, check, outcome.state, lines[-1])
     if not chosen:
-        write_page(ROOT / "docs" / "families.md", outcomes)
+        write_page(ROOT / "docs" / "families.md", outcomes, names)
     if any(part.state == TRACEBACK for parts in outcomes.values() for part in parts.values()):
         sys.exit("a family ended in a traceback; see .families/")
 

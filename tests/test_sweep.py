@@ -78,6 +78,7 @@ def test_known_outcomes_are_not_measured_again(tmp_path, monkeypatch):
     for fresh in (False, False, True):
         outcomes = sweep.sweep(["llama", "gpt2"], fresh)
         assert outcomes["gpt2"]["build"].detail == "too large"
+    assert sweep.sweep(["llama", "opt"], False, known_only=True).keys() == {"llama"}
     assert measured == ["llama", "gpt2", "llama", "gpt2"]
 
 
@@ -97,7 +98,8 @@ def test_the_page_counts_and_explains():
         "refused by the seam": 1,
         "with a traceback": 1,
     }
-    lines = families_page.page(outcomes).splitlines()
+    lines = families_page.page(outcomes, [*outcomes, "e"]).splitlines()
+    assert "| e |" in lines
     assert "| a | rope/8, none | yes | yes | yes | yes | yes | by layer | yes |" in lines
     assert "| b | rope/8, none | yes | refused | yes | – | yes | by layer | yes |" in lines
     assert "| c | rope/8, none | yes | yes | **traceback** | yes | yes | by layer | yes |" in lines
@@ -113,7 +115,7 @@ def test_the_page_is_that_of_every_installed_family():
         pytest.skip("the page was written with another release of transformers")
     listed = set(re.findall(r"^\| (\S+) \|", text, re.MULTILINE))
     assert set(families()) <= listed
-    assert int(counted["families"]) == len(families())
+    assert int(counted["families"]) <= len(families())
     assert int(counted["identical under the seam"]) + int(counted["refused by the seam"]) == int(
         counted["built"]
     )
