@@ -151,6 +151,8 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "index_topk": SPAN,
             "index_block_size": SPAN // 2,
             "index_topk_blocks": 2,
+            "indexer_budget": SPAN,
+            "indexer_compress_ratio": SPAN // 2,
         },
     )
     kinds = layer_kinds(text)
