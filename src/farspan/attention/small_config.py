@@ -206,6 +206,8 @@ def _small_towers(config: PreTrainedConfig, hidden: int) -> None:
     for name in config.sub_configs:
         tower = getattr(config, name, None)
         if isinstance(tower, PreTrainedConfig) and tower is not text:
+            if _value(tower, "num_hidden_layers"):
+                keep_layers(tower, 1)
             _set(tower, {**_TOWER, "out_hidden_size": hidden})
 
 
