@@ -267,7 +267,7 @@ def test_padded_batches_and_static_caches_are_refused(position):
     with pytest.raises(FarspanError, match=f"{position} layers cannot use a static cache; use a"):
         built.generate(ids[:1], max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(FarspanError, match=f"drop the score bias of {position} layers"):
-        FarspanForCausalLM._from_config(config(position), attn_implementation="eager")
+        FarspanForCausalLM._from_config(config(position), attn_implementation="flex_attention")
 
 
 @pytest.mark.parametrize("position", BUILT_IN)

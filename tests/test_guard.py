@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import farspan
 from families import FAMILIES, SHAPE, SPARSE, randomized, tokens
+from farspan.attention import call as seam_call
 from farspan.attention import guard, seam
 from farspan.attention.scales import Scales
 from farspan.cli import app
@@ -94,7 +95,7 @@ def test_a_dropped_selection_is_refused(name: str, monkeypatch):
         kwargs.pop("block_indices", None)
         return mask
 
-    monkeypatch.setattr(seam, "mask_of_selected_keys", drop)
+    monkeypatch.setattr(seam_call, "mask_of_selected_keys", drop)
     model = randomized(SPARSE[name])
     config = model.config.get_text_config()  # as real models have it: no few tokens show it
     for key, value in {

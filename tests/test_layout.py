@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import seam
+from farspan.attention.backends import own_attention, visible_keys
 from farspan.attention.entropy import EntropyByPosition
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch, fingerprint, set_layout, set_rope
@@ -76,7 +77,7 @@ def logits_with_band(model, ids: torch.Tensor, window: int) -> torch.Tensor:
             visible = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
         elif mask is not None:
             visible = visible & mask
-        return seam.own_attention(module, query, key, value, visible, **options)
+        return own_attention(module, query, key, value, visible, **options)
 
     with seam.using(model, attend):
         return model(ids, use_cache=False).logits
@@ -280,7 +281,7 @@ def test_windows_come_before_scales_and_observers():
 
     def record(call: seam.Call) -> None:
         window = call.options.get("sliding_window")
-        counts.append(seam.visible_keys(call.q, call.k, call.mask, window)[0].tolist())
+        counts.append(visible_keys(call.q, call.k, call.mask, window)[0].tolist())
 
     ids = tokens(9, batch=1)
     with seam.observing(model, record):
@@ -355,7 +356,7 @@ def test_no_mask_of_queries_by_keys_without_a_cache():
 
     def attend(module, query, key, value, mask, **options):
         sizes.append(mask)
-        return seam.own_attention(module, query, key, value, mask, **options)
+        return own_attention(module, query, key, value, mask, **options)
 
     with seam.using(model, attend), torch.no_grad():
         model(tokens(LENGTH), use_cache=False)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from families import FAMILIES, OURS, tokens
 from farspan.attention import seam
+from farspan.attention.backends import visible_keys
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.evals import perplexity
@@ -485,7 +486,7 @@ def test_last_layer_computes_only_the_last_queries():
     model, calls = FAMILIES[0].build(), []
 
     def record(call: seam.Call) -> None:
-        visible = seam.visible_keys(call.q, call.k, call.mask)
+        visible = visible_keys(call.q, call.k, call.mask)
         calls.append((call.q.shape[2], visible[0].tolist()))
 
     with torch.no_grad(), seam.observing(model, record):

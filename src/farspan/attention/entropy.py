@@ -22,15 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.attention.backends import Backend, own_attention
+from farspan.attention.call import Call, as_call
+from farspan.attention.layout import visible_mask
 from farspan.attention.scores import HIDDEN, Entropy, Scores
-from farspan.attention.seam import (
-    Backend,
-    Call,
-    as_call,
-    attention_calls,
-    own_attention,
-    visible_mask,
-)
+from farspan.attention.seam import attention_calls
 from farspan.batching import run_in_batches
 
 

@@ -195,20 +195,15 @@ def banded(
 
 
 def rotate_by_slot(
-    query: Tensor, key: Tensor, mask: Tensor | None, theta: float = THETA
+    query: Tensor, key: Tensor, places: Tensor, theta: float = THETA
 ) -> tuple[Tensor, Tensor]:
     """Rotary encoding of queries and keys by their places among the keys.
 
     Scores depend on distances alone, and a place differs from a position by the same number for
     all keys of a text, whatever padding, packing or cache it has.
     """
-    queries, keys = query.shape[2], key.shape[2]
-    slots = torch.arange(keys, device=query.device)
-    if mask is None:
-        own = slots[-1:] if queries == 1 else slots[:queries]
-    else:
-        own = query_slots(mask)
-    return _rotate(query, own, theta), _rotate(key, slots, theta)
+    slots = torch.arange(key.shape[2], device=query.device)
+    return _rotate(query, places, theta), _rotate(key, slots, theta)
 
 
 def _rotate(x: Tensor, slots: Tensor, theta: float) -> Tensor:

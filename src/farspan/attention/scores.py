@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.attention.seam import Call, visible_mask
+from farspan.attention.call import Call
+from farspan.attention.layout import visible_mask
 
 HIDDEN = -1e30  # the score of a masked key: e^x is 0 and e^x·x is 0, never NaN
 

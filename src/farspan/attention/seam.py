@@ -2,25 +2,20 @@
 
 Only at the seam are queries multiplied by the scale of their head and limited to the window of
 their layer, and only there do observers see calls. The model's own backend computes attention: with
-nothing attached, outputs are bit-identical.
-
-State is a plain object in the `__dict__` of each attention module. It is no parameter and no
-buffer, so nothing leaks into a saved checkpoint. A compiled layer reads the same attribute in every
-layer; indexing a table would compile one graph per layer.
+nothing attached, outputs are bit-identical. `call.py` has the function; here models get on and off
+the seam.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -28,63 +23,27 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from farspan.attention import guard
+from farspan.attention.backends import (
+    PREFIX,
+    Backend,
+    backend_name,
+    supported,
+    takes_tensor_masks,
+)
+from farspan.attention.call import STATE_KEY, Call, Observer, SeamState, seam_attention
 from farspan.attention.layout import (
-    LayerLayout,
     Layout,
     RotationFilter,
-    banded,
     change_rotation,
     length_dependent_rotation,
-    limit_to_window,
-    rotate_by_slot,
     step_angles,
-    visible_mask,
 )
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError, first_line
-
-PREFIX = "farspan_seam_"
-_KEY = "_farspan_seam"
-
-Backend = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One attention call as it reaches the backend and as an observer sees it."""
-
-    layer: int
-    module: nn.Module
-    q: Tensor  # [B, H, Q, D], already scaled
-    k: Tensor  # [B, KV, K, D], after rotation, with the cached keys
-    v: Tensor
-    mask: Tensor | None  # boolean or additive; None is causal, within `sliding_window` if given
-    scaling: float  # multiplies q·k
-    options: dict[str, Any]  # all other arguments: bias, sliding_window, s_aux, softcap, …
-
-
-Observer = Callable[[Call], None]
-
-
-@dataclass
-class _SeamState:
-    """What is attached to one attention module."""
-
-    layer: int
-    scales: Scales | None = None  # one row
-    backend: Backend | None = None  # replaces the model's own
-    observers: tuple[Observer, ...] = ()
-    layout: LayerLayout | None = None
-    adds_rotation: bool = False  # the layout rotates, and the layer itself does not
-    rotation_hook: RemovableHandle | None = None  # the layer rotates more than the layout does
-
-    @property
-    def in_use(self) -> bool:
-        return any((self.scales, self.observers, self.backend, self.layout))
 
 
 def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedModel:
@@ -107,7 +66,7 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
     return model
 
 
-def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, _SeamState]]:
+def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, SeamState]]:
     """Put the model on the seam: the state of each attention module, with its recorded call."""
     if not installed(model):
         with eval_mode(model):
@@ -115,7 +74,7 @@ def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, _
         unshare_config(model)
         _set_attention(model, PREFIX + model.config._attn_implementation)
     for call in calls:
-        yield call, call.module.__dict__.setdefault(_KEY, _SeamState(call.layer))
+        yield call, call.module.__dict__.setdefault(STATE_KEY, SeamState(call.layer))
 
 
 def install_layout(
@@ -202,7 +161,7 @@ def _is_partial(layout: Layout, index: int) -> bool:
     return entry is not None and entry.max_period is not None
 
 
-def _clear_layout(state: _SeamState) -> None:
+def _clear_layout(state: SeamState) -> None:
     if state.rotation_hook is not None:
         state.rotation_hook.remove()
     state.layout, state.adds_rotation, state.rotation_hook = None, False, None
@@ -216,19 +175,21 @@ def installed_layout(model: PreTrainedModel) -> Layout | None:
     return Layout(layers) if layers else None
 
 
-def attached_states(model: nn.Module) -> list[_SeamState]:
-    return [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
+def attached_states(model: nn.Module) -> list[SeamState]:
+    return [
+        module.__dict__[STATE_KEY] for module in model.modules() if STATE_KEY in module.__dict__
+    ]
 
 
 def adds_rotation(module: nn.Module) -> bool:
     """Whether the seam adds rotation to an attention module that has none."""
-    state = module.__dict__.get(_KEY)
+    state = module.__dict__.get(STATE_KEY)
     return state is not None and state.adds_rotation
 
 
 def window_of(module: nn.Module) -> int | None:
     """The window that the seam gives an attention module."""
-    state = module.__dict__.get(_KEY)
+    state = module.__dict__.get(STATE_KEY)
     return None if state is None or state.layout is None else state.layout.window
 
 
@@ -276,10 +237,10 @@ def _uninstall_unused(model: PreTrainedModel) -> PreTrainedModel:
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:
     """Take the model off the seam and restore its state dict, config and outputs."""
     for module in model.modules():
-        if (state := module.__dict__.pop(_KEY, None)) is not None:
+        if (state := module.__dict__.pop(STATE_KEY, None)) is not None:
             _clear_layout(state)
     if installed(model):
-        _set_attention(model, model.config._attn_implementation.removeprefix(PREFIX))
+        _set_attention(model, backend_name(model.config))
     return model
 
 
@@ -329,7 +290,7 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _attached(model: PreTrainedModel) -> Iterator[list[_SeamState]]:
+def _attached(model: PreTrainedModel) -> Iterator[list[SeamState]]:
     """The states of a model on the seam.
 
     A model that was installed for this block is uninstalled at its end, unless scales, observers,
@@ -351,7 +312,7 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
     Module names are not reliable: hybrids skip layers, and families name modules differently.
     """
     calls: list[Call] = []
-    recorder = _SeamState(layer=-1, observers=(calls.append,))
+    recorder = SeamState(layer=-1, observers=(calls.append,))
     with _on_seam(model), _shared_state(model, recorder):
         run_two_tokens(model)
     if not calls:
@@ -399,18 +360,18 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _shared_state(model: PreTrainedModel, state: _SeamState) -> Iterator[None]:
+def _shared_state(model: PreTrainedModel, state: SeamState) -> Iterator[None]:
     """Give every module this state for a block; only attention modules read it."""
-    before = {module: module.__dict__.get(_KEY) for module in model.modules()}
+    before = {module: module.__dict__.get(STATE_KEY) for module in model.modules()}
     for module in before:
-        module.__dict__[_KEY] = state
+        module.__dict__[STATE_KEY] = state
     try:
         yield
     finally:
         for module, previous in before.items():
-            del module.__dict__[_KEY]
+            del module.__dict__[STATE_KEY]
             if previous is not None:
-                module.__dict__[_KEY] = previous
+                module.__dict__[STATE_KEY] = previous
 
 
 @contextmanager
@@ -431,7 +392,7 @@ def _on_seam(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def nothing_attached(model: PreTrainedModel) -> Iterator[None]:
     """The seam with no scales, layout or observers, which must change nothing."""
-    with _on_seam(model), _shared_state(model, _SeamState(layer=-1)):
+    with _on_seam(model), _shared_state(model, SeamState(layer=-1)):
         yield
 
 
@@ -442,6 +403,9 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
         # padding, windows and static caches would all be wrong.
         mask_function = ALL_MASK_ATTENTION_FUNCTIONS[name.removeprefix(PREFIX)]
         AttentionMaskInterface.register(name, mask_function)
+    if is_flash_attention_requested(requested_attention_implementation=name):
+        model.config._attn_implementation = name  # else transformers loads kernels of this name
+        return
     try:
         model.set_attn_implementation(name)
     except ValueError as error:  # transformers refuses this backend for this model
@@ -475,8 +439,7 @@ def _check_interface(model: PreTrainedModel) -> None:
             "family that does (Llama, Mistral, …)"
         )
     name = model.config._attn_implementation
-    known = name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
-    if not known or ALL_MASK_ATTENTION_FUNCTIONS[name] not in (sdpa_mask, eager_mask):
+    if not supported(name):
         raise FarspanError(
             f"{type(model).__name__} runs on attention {name!r}, whose mask does not show how many "
             'keys a query sees; load it with attn_implementation="sdpa"'
@@ -485,7 +448,7 @@ def _check_interface(model: PreTrainedModel) -> None:
 
 def _check_dropped_terms(model: PreTrainedModel, calls: list[Call]) -> None:
     """Refuse sinks and soft caps on SDPA, which silently drops them."""
-    if model.config._attn_implementation.removeprefix(PREFIX) == "eager":
+    if backend_name(model.config) == "eager" or not takes_tensor_masks(model):
         return
     for call in calls:
         for option, term in (("s_aux", "attention sinks"), ("softcap", "a soft cap")):
@@ -514,132 +477,3 @@ def check_scales_fit(scales: Scales, calls: list[Call]) -> None:
             f"the scales have {scales.heads} heads, but layer {layer} has {most}; "
             "use scales that were fitted on this model"
         )
-
-
-def visible_keys(q: Tensor, k: Tensor, mask: Tensor | None, window: int | None = None) -> Tensor:
-    """How many keys each query sees, [B or 1, Q], from the mask that the backend receives.
-
-    Position ids would be wrong with padding, sliding caches and packing; the mask is always right.
-    """
-    queries, keys = q.shape[2], k.shape[2]
-    if mask is None:  # causal; a single query sees the whole cache
-        first = keys if queries == 1 else 1
-        counts = torch.arange(first, first + queries, device=q.device)[None]
-        return counts if window is None else counts.clamp(max=window)
-    return visible_mask(mask)[:, 0].sum(dim=-1)
-
-
-def seam_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
-    """The registered function: apply the layout, scale queries, notify observers, call the model's
-    own backend."""
-    attention_mask = mask_of_selected_keys(module, query, key, attention_mask, kwargs)
-    state = module.__dict__.get(_KEY)
-    if state is None:
-        return own_attention(module, query, key, value, attention_mask, **kwargs)
-    if state.layout is not None:
-        if (window := state.layout.window) is not None:
-            key, value, attention_mask = limit_to_window(
-                key, value, attention_mask, query.shape[2], window
-            )
-            kwargs["sliding_window"] = window
-        if state.adds_rotation:
-            query, key = rotate_by_slot(query, key, attention_mask)
-    if state.scales is not None:
-        query = scale_queries(
-            query, key, attention_mask, state.scales, kwargs.get("sliding_window")
-        )
-    if state.observers:
-        _notify_observers(state, module, query, key, value, attention_mask, kwargs)
-    return (state.backend or own_attention)(module, query, key, value, attention_mask, **kwargs)
-
-
-def mask_of_selected_keys(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> Tensor | None:
-    """The mask with the selection of sparse attention in it.
-
-    Sparse families put their selection into the mask if the implementation is named `eager` or
-    `sdpa`; to every other name they hand it over, for a kernel: `indices` of keys [B, Q, top-k]
-    (DeepSeek V3.2), or `block_indices` with an indexer that makes the mask (MiniMax M3).
-    """
-    if (blocks := kwargs.pop("block_indices", None)) is not None:
-        queries, keys = query.shape[2], key.shape[2]
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(keys - queries, keys, device=query.device)[None]
-        indexer: Any = module.indexer
-        return indexer.build_block_mask(
-            blocks, mask, keys, query.dtype, query.device, positions.expand(query.shape[0], -1)
-        )
-    if (indices := kwargs.pop("indices", None)) is None or mask is None:
-        return mask
-    shape = (*indices.shape[:2], key.shape[2])
-    hidden = torch.ones(shape, dtype=torch.bool, device=query.device)
-    hidden = hidden.scatter(-1, indices.long(), False)[:, None]
-    if mask.dtype == torch.bool:
-        return mask & ~hidden
-    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-
-
-def own_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
-    """The model's own attention.
-
-    A call without a mask may still have a window, which the backends of transformers expect in the
-    mask: it is computed in blocks.
-    """
-    backend, window = default_backend(module), kwargs.get("sliding_window")
-    if attention_mask is None and window is not None and query.shape[2] > window:
-        return banded(backend, module, query, key, value, **{**kwargs, "window": window})
-    return backend(module, query, key, value, attention_mask, **kwargs)
-
-
-def scale_queries(
-    q: Tensor, k: Tensor, mask: Tensor | None, scales: Scales, window: int | None = None
-) -> Tensor:
-    """λ̂(n)·q for one layer's scales, multiplied in float32 and rounded once."""
-    scales = scales.to(q.device)
-    if scales.constant:
-        scale = scales.base[0][:, None]  # [H, 1]
-    elif mask is not None and mask.shape[1] > 1:
-        raise FarspanError(
-            "growing scales need one number of visible keys for all heads, and this model selects "
-            "keys for each head; use constant scales (headscale)"
-        )
-    else:
-        scale = scales.at(visible_keys(q, k, mask, window))[0].transpose(0, 1)  # [B or 1, H, Q]
-    return (q * scale[..., None]).to(q.dtype)
-
-
-def default_backend(module: Any) -> Backend:
-    """The function that the model would call without the seam."""
-    name = module.config._attn_implementation.removeprefix(PREFIX)
-    if name != "eager":
-        return ALL_ATTENTION_FUNCTIONS[name]
-    for cls in type(module).__mro__:  # by convention in the module of the attention class
-        if eager := getattr(sys.modules[cls.__module__], "eager_attention_forward", None):
-            return eager
-    raise FarspanError(
-        f"{type(module).__name__} runs on eager attention, but its Python module defines no "
-        'eager_attention_forward; load the model with attn_implementation="sdpa"'
-    )
-
-
-@torch.compiler.disable
-def _notify_observers(state: _SeamState, module, query, key, value, mask, kwargs) -> None:
-    # Inside a backward pass gradient checkpointing repeats a call that was already observed.
-    if torch._C._current_graph_task_id() != -1:
-        return
-    call = as_call(state.layer, module, query, key, value, mask, kwargs)
-    with torch.no_grad():
-        for observer in state.observers:
-            observer(call)
-
-
-def as_call(
-    layer: int, module, query: Tensor, key: Tensor, value: Tensor, mask, kwargs: dict[str, Any]
-) -> Call:
-    """The arguments of an attention function as a Call."""
-    options = dict(kwargs)
-    scaling = options.pop("scaling", None)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return Call(layer, module, query.detach(), key.detach(), value.detach(), mask, scaling, options)

@@ -51,7 +51,7 @@ def demo_command() -> None:
     )
     print_line(
         f"SWAN, also trained on 512 tokens, reads all 16,384 and retrieves "
-        f"{round(10 * reading.passkey)} of 10 passkeys among them. "
+        f"{round(demo.FAR_PASSKEYS * reading.passkey)} of {demo.FAR_PASSKEYS} passkeys among them. "
         f"The figure is [bold]{escape(str(far_figure))}[/]."
     )
 

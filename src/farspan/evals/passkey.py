@@ -23,6 +23,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer
 
 from farspan.attention import seam
+from farspan.attention.backends import own_attention
 from farspan.attention.entropy import supported_kernels
 from farspan.attention.layout import length_dependent_rotation
 from farspan.attention.patch import reset_dynamic_rope
@@ -275,7 +276,7 @@ def lower_right_attention(
     # float32 has no flash kernel, and the fallback takes no grouped heads
     slow = grouped and query.dtype == torch.float32
     if attention_mask is None or slow or not plain:
-        return seam.own_attention(module, query, key, value, attention_mask, **kwargs)
+        return own_attention(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     scores = Scores(query, key, scaling)
     kernels = supported_kernels(scores, value)

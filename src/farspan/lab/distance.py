@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
+from farspan.attention.backends import own_attention
 from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
@@ -263,7 +264,7 @@ def _zero_head(ablated: torch.nn.Module, head: int) -> seam.Backend:
     """The model's own attention, except that one head of one module outputs zeros."""
 
     def attend(module, *arguments, **options):
-        output, probabilities = seam.default_backend(module)(module, *arguments, **options)
+        output, probabilities = own_attention(module, *arguments, **options)
         if module is ablated:
             output = output.clone()
             output[:, :, head] = 0  # [B, Q, H, D]

@@ -1,8 +1,9 @@
-"""Attention with a score bias, as one function for Hugging Face's attention interface.
+"""Attention with a score bias, as functions for Hugging Face's attention interface.
 
 Stock SDPA takes no bias function, and Hugging Face's flex function silently drops a score_mod. Here
 one bias serves both paths: FlexAttention on CUDA, where the bias takes no memory, and a
-materialized bias elsewhere. Without a bias this is Hugging Face's SDPA.
+materialized bias elsewhere. Without a bias this is Hugging Face's SDPA. The eager function
+materializes the weights too, and returns them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -42,6 +44,34 @@ def attend(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, position_bias=position_bias, **kwargs
     )
+
+
+def attend_eager(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    bias: PlacedBias | PlacedEncoding | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """The same in steps, and the weights [B, H, Q, K]; without a mask it is causal, as SDPA is."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = query @ key.mT * scaling
+    if bias is not None:
+        scores = scores + bias.tensor().to(scores.dtype)
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = torch.ones_like(scores[:1, :1], dtype=torch.bool).tril()
+    if attention_mask is not None:
+        mask = attention_mask[..., : key.shape[2]]
+        hidden = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = F.dropout(weights.to(value.dtype), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def attend_flex(

@@ -22,16 +22,24 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 from farspan.custom_code import source_code
 from farspan.errors import FarspanError
 from farspan.model import attend as biased_attention
 from farspan.model.config import FULL, SLIDING, FarspanConfig
 from farspan.model.encodings import Encoding, PlacedEncoding, adds_scores, build_position
-from farspan.model.positions import AlibiBias, PlacedBias, Position, alibi_slopes, rotate
+from farspan.model.positions import (
+    AlibiBias,
+    PlacedBias,
+    Position,
+    TableBias,
+    alibi_slopes,
+    rotate,
+)
 
-eager_attention_forward = biased_attention.attend  # the seam looks it up here
+eager_attention_forward = biased_attention.attend_eager  # the seam looks it up here
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
@@ -100,7 +108,7 @@ class FarspanAttention(nn.Module):
                 bias = bias.bind(q * self.scaling, k)
             kwargs["bias"] = bias
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, biased_attention.attend
+            self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.config.dropout if self.training else 0.0
         output, weights = attention(
@@ -152,10 +160,15 @@ class FarspanLayer(GradientCheckpointingLayer):
         self.mlp = MLPS[config.mlp](config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions_to_keep: int = 0, **kwargs) -> Tensor:
+    def forward(
+        self, x: Tensor, table: Tensor | None = None, positions_to_keep: int = 0, **kwargs
+    ) -> Tensor:
         """The hidden states of the last `positions_to_keep` positions (0: all).
 
-        Only these are queries; all positions are keys and values."""
+        Only these are queries; all positions are keys and values. `table` has the values of the
+        bias: reentrant checkpointing gives gradients to positional arguments only."""
+        if table is not None:
+            kwargs["bias"] = replace(kwargs["bias"], function=TableBias(table))
         # Sliced first: the order of operations on x fixes the rounding of its gradient.
         residual = x[:, -positions_to_keep:]
         attended, _ = self.self_attn(
@@ -176,6 +189,15 @@ class FarspanPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    _can_record_outputs = {  # noqa: RUF012 (the base class's form)
+        "hidden_states": FarspanLayer,
+        "attentions": FarspanAttention,
+    }
+
+    def __init__(self, config: FarspanConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        if self._biased_kinds():  # they would drop the bias
+            self._supports_flash_attn = self._supports_flex_attn = False
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
@@ -185,10 +207,12 @@ class FarspanPreTrainedModel(PreTrainedModel):
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         if requested_attention in (None, "sdpa"):
             return biased_attention.NAME
-        if biased_attention.NAME not in requested_attention:
+        keeps_bias = requested_attention.endswith((biased_attention.NAME, "eager"))
+        if not keeps_bias or "|" in requested_attention:  # "paged|eager" is not ours
             raise FarspanError(
                 f"attention {requested_attention!r} would drop the score bias of "
-                f"{' and '.join(self._biased_kinds())} layers; do not set attn_implementation"
+                f"{' and '.join(self._biased_kinds())} layers; do not set attn_implementation, or "
+                "set eager"
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
@@ -237,6 +261,8 @@ class FarspanModel(FarspanPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @merge_with_config_defaults
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -245,32 +271,33 @@ class FarspanModel(FarspanPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         positions_to_keep: int = 0,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the last `positions_to_keep` positions (0: all).
 
         The last layer computes no others, where its attention backend allows that."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise FarspanError(
+                "the model needs input_ids or inputs_embeds, and got "
+                f"{'neither' if input_ids is None else 'both'}; pass one of them"
+            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        use_cache = self._check_call(attention_mask, past_key_values, use_cache)
-        checkpointing = self.gradient_checkpointing and self.training
-        if use_cache and past_key_values is None and not checkpointing:
+        use_cache = self._check_call(attention_mask, past_key_values, bool(use_cache))
+        if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         packed = position_ids is not None
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(x.shape[1], device=x.device) + past)[None]
         masks = self._masks(x, attention_mask, position_ids if packed else None, past_key_values)
+        if packed:
+            kwargs["position_ids"] = position_ids  # FlashAttention separates packed texts by them
         biases = self._biases(x.shape[1], x.device, past_key_values)
         x, angles = self._embed_positions(x, position_ids)
-        states = []
         for layer, kind, span in zip(
             self.layers, self.config.position, self.config.layer_types, strict=True
         ):
-            if output_hidden_states:
-                states.append(x)
             mask, bias = masks[span], biases.get((kind, span))
             options = {"attention_mask": mask, "angles": angles[kind], "bias": bias}
             if isinstance(self._position(kind), Encoding):
@@ -279,12 +306,13 @@ class FarspanModel(FarspanPreTrainedModel):
                 options |= self._last_layer_options(
                     positions_to_keep, x, mask, bias, past_key_values
                 )
-            x = layer(x, past_key_values=past_key_values, **options, **kwargs)
+            function = None if bias is None else bias.function
+            table = function.values if isinstance(function, TableBias) else None
+            x = layer(x, table, past_key_values=past_key_values, **options, **kwargs)
         x = self.norm(x[:, -positions_to_keep:])
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*states, x) if output_hidden_states else None,
         )
 
     def _embed_positions(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -451,6 +479,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,  # whatever the config says
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -463,6 +492,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            attentions=output.attentions,
         )
 
 
