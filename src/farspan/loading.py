@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from farspan.attention.building import model_class
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
@@ -115,9 +116,9 @@ def load(
         options["attn_implementation"] = backend
     # A config that we changed must not be overruled by the one in the folder: its own class loads.
     ours = isinstance(config, FarspanConfig)
-    auto_class = FarspanForCausalLM if ours else AutoModelForCausalLM
+    loading_class = FarspanForCausalLM if ours else model_class(config)
     with quiet(), _readable(source):
-        loaded, report = auto_class.from_pretrained(
+        loaded, report = loading_class.from_pretrained(
             source, config=config, output_loading_info=True, **options
         )
     _check_report(source, loaded, report)

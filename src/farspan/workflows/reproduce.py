@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention.building import small_model
 from farspan.attention.layout import length_dependent_rotation
-from farspan.attention.model_facts import config_train_length, small_model
+from farspan.attention.model_facts import config_train_length
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import probe
 from farspan.begin_of_text import load_with_begin_of_text
