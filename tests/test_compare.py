@@ -104,7 +104,7 @@ def test_the_table_has_runs_by_lengths(runs, tmp_path):
         "none",
         "Δ none",
     ]
-    assert "+0.80 [" in lines[single + 2]
+    assert "+0.800 [" in lines[single + 2]
     assert lines[single + 2].count("*") == 1
     assert "Δ: the difference to rope on the same samples" in result.notes[0]
 

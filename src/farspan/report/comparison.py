@@ -77,7 +77,8 @@ def _change(score: ComparedScore) -> str:
 
 
 def _signed(value: float) -> str:
-    text = format_number(abs(value))
+    """With three decimals: differences of losses are small, and an end near 0 should read so."""
+    text = f"{abs(value):.3f}" if abs(value) < 10 else format_number(abs(value))
     return f"{'−' if value < 0 else '+'}{text}" if value else "0"
 
 
