@@ -431,8 +431,17 @@ def _load_gguf(
                 output_loading_info=True,
             )
         _check_report(file, model, report)
+        _forget_quantizer(model)
         tokenizer = _gguf_tokenizer(file, header)
     return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
+
+
+def _forget_quantizer(model: PreTrainedModel) -> None:
+    """Its weights are dequantized: it can be saved as any other model, which transformers refuses
+    as long as it counts as quantized."""
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _gguf_tokenizer(file: Path, header: Any) -> transformers.PreTrainedTokenizerBase:
