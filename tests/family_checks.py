@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ TOKENS, DECODED, PADDING = 24, 3, 5
 ROUNDING = 1e-3
 SEEDS = 3
 QUICK = ExtendConfig(choose_windows=1, report_windows=1, passkeys=0)
-style.save = lambda figure, stem: stem.touch()  # drawing takes longer than extending
 
 
 class AbsentError(Exception):
@@ -166,16 +166,18 @@ def check_fold(subject: Subject) -> str:
 
 
 def check_extend(subject: Subject) -> str:
-    result = extend(
-        subject.saved,
-        2 * POSITIONS,
-        subject.folder / "patch",
-        "uniform",
-        data=subject.folder / "text.txt",
-        recipe=QUICK,
-        train_length=POSITIONS,
-        device="cpu",
-    )
+    # Drawing takes longer than extending.
+    with patch.object(style, "save", lambda figure, stem: stem.touch()):
+        result = extend(
+            subject.saved,
+            2 * POSITIONS,
+            subject.folder / "patch",
+            "uniform",
+            data=subject.folder / "text.txt",
+            recipe=QUICK,
+            train_length=POSITIONS,
+            device="cpu",
+        )
     assert farspan.load(subject.folder / "patch").model is not None
     assert result.after.keys() == result.before.keys()
     return ""
