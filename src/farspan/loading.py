@@ -43,6 +43,7 @@ from farspan.progress import Progress, silent
 
 BASE = "base"  # the subfolder of a patch folder that may hold its base model
 USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
+LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")  # of a .gguf file
 UPCAST_BELOW = 300_000_000  # parameters
 
 
@@ -468,6 +469,8 @@ def _check_gguf(file: Path) -> Any:
                 f"{file.name} scales its rotation ({field.contents()}), and transformers would "
                 f"ignore that; {USE_CHECKPOINT}"
             )
+        if key.endswith(".block_count"):
+            _check_layer_count(file, field.contents(), [tensor.name for tensor in header.tensors])
     rotation = header.fields.get("granite.rope.scaling.finetuned")
     if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
         raise FarspanError(
@@ -475,6 +478,19 @@ def _check_gguf(file: Path) -> Any:
             f"transformers does not; {USE_CHECKPOINT}"
         )
     return header
+
+
+def _check_layer_count(file: Path, layers: int, names: list[str]) -> None:
+    """Refuse a number of layers that does not fit the tensors.
+
+    transformers would make a config of so many layers, and leave out tensors of further ones.
+    """
+    last = max((int(name[1]) for name in map(LAYER_TENSOR.match, names) if name), default=-1)
+    if not last < layers <= max(1, len(names)):
+        raise CorruptError(
+            f"{file} claims {layers} layers and has {len(names)} tensors of {last + 1} layers; "
+            "download or export it again"
+        )
 
 
 def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
