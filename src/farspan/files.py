@@ -7,9 +7,12 @@ are in one place.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -24,6 +27,48 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
 UMASK = os.umask(0o077)  # the umask can only be read by setting it
 os.umask(UMASK)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RUST_ERROR = re.compile(r"\(os error (\d{1,3})\)")
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The error of the operating system behind an exception, such as a full disk.
+
+    safetensors and tokenizers raise classes of their own, with its number in the message.
+
+    >>> system_error(Exception("No space left on device (os error 28)"))
+    OSError(28, 'No space left on device')
+    """
+    if isinstance(error, OSError):
+        return error
+    number = None if isinstance(error, FarspanError) else RUST_ERROR.search(str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+
+
+def describe_system_error(error: OSError) -> str:
+    """An error of the operating system as one sentence."""
+    if error.errno in DISK_FULL:
+        subject = error.filename or "a file or the output"
+        return f"{subject} cannot be written ({error.strerror}); free some space on its disk"
+    cause = f"{error.filename} cannot be used ({error.strerror})" if error.filename else str(error)
+    return f"{cause}; check the path, or choose another one"
+
+
+@contextmanager
+def naming(path: Path, staging: Path | None = None) -> Iterator[None]:
+    """In the block, an error of the operating system names this path instead of none.
+
+    staging: the temporary name of the path, which means nothing to a user.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = system_error(error)
+        if cause is None or cause.errno is None:
+            raise
+        if cause.filename and not (staging and str(cause.filename).startswith(str(staging))):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -172,26 +217,59 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = Path(path)
     check_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    _remove_abandoned(path)
+    with naming(path):
+        staging, lock = _staging_folder(path)
     try:
-        yield staging
-        for entry in (staging, *staging.rglob("*")):
-            _apply_umask(entry)
-            if entry.is_file():
-                _flush(entry)
-        os.rename(staging, path)  # replaces an empty folder at most
+        with naming(path, staging):
+            yield staging
+            for entry in (staging, *staging.rglob("*")):
+                _apply_umask(entry)
+                if entry.is_file():
+                    _flush(entry)
+            os.rename(staging, path)  # replaces an empty folder at most
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _staging_folder(path: Path) -> tuple[Path, int]:
+    """A temporary folder beside `path`, and its lock, which ends with the process at the latest."""
+    while True:
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        lock = os.open(staging, os.O_RDONLY)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if staging.exists():
+            return staging, lock
+        os.close(lock)  # another process removed it before it was locked
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary folders of `path` whose processes were killed: nobody locks them."""
+    temporary = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
+    for entry in path.parent.iterdir():
+        if not temporary.fullmatch(entry.name) or not entry.is_dir() or entry.is_symlink():
+            continue
+        with suppress(OSError):
+            lock = os.open(entry, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically: a reader sees the old file or the new one, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with naming(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path, Path(name)), os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -28,6 +28,8 @@ from farspan.cli.pretrain import pretrain_command
 from farspan.cli.report import report_command
 from farspan.cli.reproduce import reproduce_command
 from farspan.errors import FarspanError
+from farspan.files import describe_system_error, system_error
+from farspan.signals import exit_on_sigterm
 
 app = typer.Typer(
     name="farspan",
@@ -64,13 +66,13 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     logging.getLogger("farspan").addHandler(NOTE_HANDLER)
     try:
-        app()
+        with exit_on_sigterm():
+            app()
     except FarspanError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
-    except OSError as error:
-        cause = (
-            f"{error.filename} cannot be used ({error.strerror})" if error.filename else str(error)
-        )
-        print_error(f"{cause}; check the path, or choose another one")
+    except Exception as error:
+        if (cause := system_error(error)) is None:
+            raise
+        print_error(describe_system_error(cause))
         sys.exit(FarspanError.exit_code)
