@@ -19,6 +19,7 @@ from farspan.attention.scales import Scales
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
+from farspan.files import write_manifest
 from farspan.loading import load_config
 
 
@@ -193,14 +194,36 @@ def scales_of_other_heads(folder: Path) -> Path:
 def scales_truncated(folder: Path) -> Path:
     tables = folder / "patch" / "scales.safetensors"
     tables.write_bytes(tables.read_bytes()[:-4])
+    return _edit_patch(folder, sha256=None)
+
+
+def scales_with_a_flipped_bit(folder: Path) -> Path:
+    flip_bit(folder / "patch" / "scales.safetensors")
     return folder / "patch"
+
+
+def scales_checked_outside_the_folder(folder: Path) -> Path:
+    return _edit_patch(folder, sha256={"../whole/config.json": "0" * 64})
+
+
+def weights_with_a_flipped_bit(folder: Path) -> Path:
+    write_manifest(folder / "whole")
+    flip_bit(folder / "whole" / "model.safetensors")
+    return folder / "whole"
+
+
+def flip_bit(file: Path) -> None:
+    """Flip the lowest bit of the last byte but one."""
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
 
 
 def _patch_with_scales(folder: Path, base: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
     save_file({"base": base}, folder / "patch" / "scales.safetensors")
-    return folder / "patch"
+    return _edit_patch(folder, sha256=None)  # as in earlier releases
 
 
 def folder_for_a_file(folder: Path) -> Path:
@@ -342,7 +365,14 @@ CASES = [
     (patch_target_negative, 4, "/patch is not a complete patch .*target is -3"),
     (patch_target_fractional, 4, "/patch is not a complete patch .*target is 640.7"),
     (patch_rope_factor_zero, 4, "/patch is not a complete patch .*factor is 0"),
-    (patch_without_scales, 4, r"/patch is not a complete patch \(scales.safetensors is missing\)"),
+    (
+        scales_with_a_flipped_bit,
+        4,
+        "does not match patch/patch.json; fit or copy",
+    ),
+    (scales_checked_outside_the_folder, 4, "points outside its folder"),
+    (weights_with_a_flipped_bit, 4, "model.safetensors does not match whole/manifest.json; copy"),
+    (patch_without_scales, 4, "scales.safetensors does not match patch/patch.json"),
     (mismatched_shapes, 4, r"mlp.down_proj.weight with \[32, 48\] instead of \[32, 64\]"),
     (
         layers_missing_in_config,
@@ -499,7 +529,7 @@ def test_parent_folder_of_a_checkpoint_suggests_it(damaged: Path, capsys, monkey
 def test_remote_code_is_off_by_default(damaged: Path, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "farspan.loading.AutoTokenizer.from_pretrained", lambda *a, **options: calls.append(options)
+        "transformers.AutoTokenizer.from_pretrained", lambda *a, **options: calls.append(options)
     )
     (damaged / "whole" / "tokenizer.json").write_text("{}")
     farspan.load(damaged / "whole")

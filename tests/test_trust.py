@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import resource
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +19,13 @@ from safetensors.torch import save_file
 
 import farspan
 from families import FAMILIES
+from farspan.bundled import BUNDLED_MODELS
+from farspan.data.tokens import train_tokenizer
+from farspan.errors import CorruptError, FarspanError
 from farspan.files import new_folder, write_text
 from farspan.signals import exit_on_sigterm
+from farspan.train import corpus
+from farspan.train.corpus import DataConfig, SourceConfig, prepare_data
 from test_bad_input import run_refused
 
 
@@ -96,3 +105,82 @@ def test_sigterm_leaves_nothing_half_written(tmp_path):
     assert stop.value.code == 143
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_every_loader_of_transformers_is_given_trust_remote_code():
+    """Without a value, transformers asks on standard input."""
+    calls = [
+        (path.name, node)
+        for path in Path(farspan.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value).lower().startswith("auto")
+    ]
+    assert len(calls) >= 6
+    for name, call in calls:
+        arguments = {keyword.arg for keyword in call.keywords}
+        assert arguments & {"trust_remote_code", None}, f"{name}: {ast.unparse(call)}"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "beside a gguf file"])
+def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(kind, tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise AssertionError("asked on standard input")
+
+    monkeypatch.setattr("builtins.input", refuse)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODELS / "nope-twin" / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}, "tokenizer_class": "T"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\n")
+    if kind == "tokenizer":
+        data = DataConfig(sources={}, tokenizer=str(tmp_path))
+        with pytest.raises(CorruptError, match="cannot be read .*contains custom code"):
+            corpus._tokenizer(data, str(tmp_path), {}, tmp_path)
+    else:
+        pytest.importorskip("gguf")
+        from farspan.formats.gguf import write_gguf
+
+        model = next(family for family in FAMILIES if family.name == "llama").build()
+        model.resize_token_embeddings(270)
+        write_gguf(model, train_tokenizer(["some text"], 270), tmp_path / "model.gguf")
+        with contextlib.suppress(FarspanError):
+            farspan.load(tmp_path / "model.gguf")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def text_data(tmp_path) -> DataConfig:
+    (tmp_path / "a.txt").write_text("some text, 12 times " * 50)
+    return DataConfig(
+        {"a": SourceConfig("a.txt", 1.0)},
+        str(tmp_path),
+        str(tmp_path / "cache"),
+        vocabulary=270,
+        passkey=0.0,
+        processes=1,
+    )
+
+
+def test_a_damaged_tokenizer_in_the_cache_is_refused(text_data, tmp_path):
+    prepare_data(text_data, 16, 0)
+    (file,) = (tmp_path / "cache").glob("tokenizer-*/tokenizer.json")
+    file.write_text(file.read_text().replace("so", "os", 1))
+    with pytest.raises(CorruptError, match=r"tokenizer.json does not match .*/manifest.json"):
+        prepare_data(text_data, 16, 0)
+
+
+def test_changed_text_of_equal_size_and_time_is_packed_again(text_data, tmp_path):
+    file = tmp_path / "a.txt"
+    before = prepare_data(text_data, 16, 0).mixture.row(0)
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_text(file.read_text().replace("some", "more"))
+    os.utime(file, ns=times)
+    after = prepare_data(text_data, 16, 0).mixture.row(0)
+    assert before.tolist() != after.tolist()
+    for note in (tmp_path / "cache" / "checksums").iterdir():
+        note.write_text("{")
+    assert prepare_data(text_data, 16, 0).mixture.row(0).tolist() == after.tolist()

@@ -25,6 +25,8 @@ from farspan.errors import CorruptError, FarspanError
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
+MANIFEST = "manifest.json"
+UNREAD = (".md", ".png", ".svg", ".pdf")  # files of a model that no program reads
 UMASK = os.umask(0o077)  # the umask can only be read by setting it
 os.umask(UMASK)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -297,6 +299,53 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def write_manifest(folder: Path) -> None:
+    """Write manifest.json: the SHA-256 of every file in a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    write_json(
+        folder / MANIFEST,
+        {"sha256": {str(file.relative_to(folder)): sha256_of(file) for file in files}},
+    )
+
+
+def check_manifest(folder: Path) -> None:
+    """Refuse a folder whose files differ from its manifest."""
+    checksums = read_json(folder / MANIFEST).get("sha256")
+    if not isinstance(checksums, dict):
+        raise CorruptError(
+            f"{folder / MANIFEST} lists no files; remove {folder}, which is incomplete"
+        )
+    check_checksums(folder, checksums, MANIFEST, f"remove {folder}, which is damaged")
+
+
+def check_listed_files(folder: Path) -> None:
+    """Refuse a model whose files differ from its manifest, if it has one of farspan's.
+
+    Cards and figures may change: nothing reads them.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    checksums = read_json(folder / MANIFEST).get("sha256")
+    if isinstance(checksums, dict):
+        read = {name: checksums[name] for name in checksums if not name.endswith(UNREAD)}
+        way_out = "copy or download it again; if you changed it yourself, remove manifest.json"
+        check_checksums(folder, read, MANIFEST, way_out)
+
+
+def check_checksums(
+    folder: Path, checksums: Mapping[str, Any], list_name: str, way_out: str
+) -> None:
+    """Refuse files that are missing or have another SHA-256 than a list in the folder says."""
+    for name, checksum in checksums.items():
+        file = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CorruptError(
+                f"{folder / list_name} points outside its folder ({name!r}); do not trust it"
+            )
+        if not file.is_file() or sha256_of(file) != checksum:
+            raise CorruptError(f"{file} does not match {folder.name}/{list_name}; {way_out}")
 
 
 def sha256_of(path: Path) -> str:

@@ -22,7 +22,6 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -32,10 +31,16 @@ from farspan.attention.model_facts import config_train_length, required_attentio
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.custom_code import import_code, resolve_reference
-from farspan.data.tokens import DECISION, add_begin_of_text, check_tokenizer, tokenizer_files
+from farspan.data.tokens import (
+    DECISION,
+    add_begin_of_text,
+    check_tokenizer,
+    read_tokenizer,
+    tokenizer_files,
+)
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import read_json, weight_files
+from farspan.files import check_listed_files, read_json, weight_files
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -151,7 +156,10 @@ def _lift_length_limit(model: PreTrainedModel) -> None:
 
 
 def _check_weights(source: str | Path) -> None:
-    if Path(source).is_dir() and not weight_files(Path(source)):
+    if not Path(source).is_dir():
+        return
+    check_listed_files(Path(source))
+    if not weight_files(Path(source)):
         raise FarspanError(
             f"{source} has a config but no weights; add model.safetensors, or run "
             f"`farspan inspect {source}` to inspect the config"
@@ -403,7 +411,11 @@ def load_gguf_config(file: Path) -> PreTrainedConfig:
     """The config in the header of a llama.cpp model."""
     header = without_vocabulary(_check_gguf(file))
     with quiet(), _readable(file, USE_CHECKPOINT), fast_gguf(file, header):
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        return _read_gguf_config(file)
+
+
+def _read_gguf_config(file: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
 
 
 def _load_gguf(
@@ -419,7 +431,8 @@ def _load_gguf(
         with fast_gguf(file, without_vocabulary(header), progress):
             model, report = AutoModelForCausalLM.from_pretrained(
                 file.parent,
-                config=AutoConfig.from_pretrained(file.parent, gguf_file=file.name),
+                config=_read_gguf_config(file),
+                trust_remote_code=False,  # of files beside this one
                 gguf_file=file.name,
                 dtype=dtype or dequantized_dtype(device),
                 ignore_mismatched_sizes=True,  # reported, and refused below
@@ -427,7 +440,7 @@ def _load_gguf(
             )
         _check_report(file, model, report)
         with fast_gguf(file, header):
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
         if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
             add_begin_of_text(tokenizer, bool(adds.contents()))
     return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
@@ -559,7 +572,7 @@ def _load_tokenizer(
     way_out = "check its tokenizer_config.json and that this transformers supports the tokenizer"
     with quiet(), _readable(source, way_out):
         try:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            return read_tokenizer(source, trust_remote_code)
         except Exception:
             check_tokenizer(folder)
             raise
