@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -239,16 +240,55 @@ def truncated_beside_an_index(folder: Path) -> Path:
 
 def overlapping_tensors(folder: Path) -> Path:
     header = {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}
-    text = json.dumps(header).encode()
-    (folder / "whole" / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + b"\0" * 8
-    )
-    return folder / "whole"
+    return _with_header(folder, json.dumps(header).encode())
 
 
 def deep_json(folder: Path) -> Path:
     (folder / "whole" / "config.json").write_text("[" * 100_000)
     return folder / "whole"
+
+
+def endless_integer(folder: Path) -> Path:
+    config = folder / "whole" / "config.json"
+    config.write_text('{"model_type": ' + "9" * 5000 + "}")
+    return folder / "whole"
+
+
+def pipe_as_config(folder: Path) -> Path:
+    (folder / "whole" / "config.json").unlink()
+    os.mkfifo(folder / "whole" / "config.json")
+    return folder / "whole"
+
+
+def device_as_config(folder: Path) -> Path:
+    (folder / "whole" / "config.json").unlink()
+    (folder / "whole" / "config.json").symlink_to("/dev/zero")
+    return folder / "whole"
+
+
+def index_of_a_pickle(folder: Path) -> Path:
+    index = folder / "shards" / "model.safetensors.index.json"
+    (folder / "shards" / "model.bin").write_bytes(pickle.dumps({"w": 1}))
+    edit(index, weight_map={"model.norm.weight": "model.bin"})
+    return folder / "shards"
+
+
+def _with_header(folder: Path, text: bytes) -> Path:
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    (folder / "whole" / "model.safetensors").write_bytes(content)
+    return folder / "whole"
+
+
+def deep_header(folder: Path) -> Path:
+    return _with_header(folder, b'{"a":' + b"[" * 100_000)
+
+
+def header_of_wrong_types(folder: Path) -> Path:
+    return _with_header(folder, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8.5]}}')
+
+
+def header_of_text_offsets(folder: Path) -> Path:
+    return _with_header(folder, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":"08"}}')
 
 
 def patch_of_itself(folder: Path) -> Path:
@@ -385,6 +425,13 @@ CASES = [
     (truncated_beside_an_index, 4, "not a complete safetensors file"),
     (overlapping_tensors, 4, "not a complete safetensors file"),
     (deep_json, 4, "cannot be read"),
+    (endless_integer, 4, "cannot be read .*4300 digits"),
+    (pipe_as_config, 4, "cannot be read .*no regular file"),
+    (device_as_config, 4, "cannot be read .*no regular file"),
+    (index_of_a_pickle, 4, "names 'model.bin', which is no safetensors file and is not opened"),
+    (deep_header, 4, "its header cannot be read"),
+    (header_of_wrong_types, 4, "its header cannot be read"),
+    (header_of_text_offsets, 4, "its header cannot be read"),
     (patch_of_itself, 2, "load the base model"),
     (patch_with_broken_rope, 4, "not a complete patch"),
     (patch_with_unknown_rope, 4, "/patch is not a complete patch .*'spiral' is unknown"),
@@ -545,6 +592,15 @@ WRONG_TYPES = [
     {"dtype": "x"},
     {"model_type": [1]},
     {"auto_map": None, "vocab_size": -1},
+    {"rms_norm_eps": "x"},
+    {"rms_norm_eps": None},
+    {"base_scale": "x"},
+    {"base_scale": [1, 2]},
+    {"eos_token_id": "x"},
+    {"eos_token_id": {"a": 1}},
+    {"max_position_embeddings": "x"},
+    {"max_position_embeddings": 0},
+    {"max_position_embeddings": -1},
 ]
 
 

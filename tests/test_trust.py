@@ -6,7 +6,9 @@ import ast
 import contextlib
 import errno
 import fcntl
+import io
 import json
+import lzma
 import os
 import resource
 import shutil
@@ -19,13 +21,20 @@ from safetensors.torch import save_file
 
 import farspan
 from families import FAMILIES
+from farspan import cells as cells_module
+from farspan import cli
 from farspan.bundled import BUNDLED_MODELS
+from farspan.cells import Cells, cell_key
+from farspan.cli.console import console, make_table, print_error, print_text
+from farspan.data import documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
-from farspan.files import new_folder, write_text
+from farspan.files import new_folder, read_json, write_json, write_text
+from farspan.loading import load_with_tokenizer
 from farspan.signals import exit_on_sigterm
 from farspan.train import corpus
 from farspan.train.corpus import DataConfig, SourceConfig, prepare_data
+from farspan.train.pretrain import check_same_text
 from test_bad_input import run_refused
 
 
@@ -184,3 +193,99 @@ def test_changed_text_of_equal_size_and_time_is_packed_again(text_data, tmp_path
     for note in (tmp_path / "cache" / "checksums").iterdir():
         note.write_text("{")
     assert prepare_data(text_data, 16, 0).mixture.row(0).tolist() == after.tolist()
+
+
+@pytest.mark.parametrize("length", [0, 1, -1])
+def test_a_config_without_a_train_length_is_inspected(length, tmp_path):
+    next(family for family in FAMILIES if family.name == "llama").build().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = length
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert farspan.inspect(tmp_path).train_length is None
+
+
+def test_tokens_beyond_the_vocabulary_are_one_sentence(tmp_path):
+    model = FAMILIES[0].build()
+    model.save_pretrained(tmp_path)
+    tokenizer = train_tokenizer(["some text"], 300)
+    tokenizer.save_pretrained(tmp_path)
+    loaded, _ = load_with_tokenizer(tmp_path)
+    rows = model.config.vocab_size
+    loaded(input_ids=torch.tensor([[rows - 1]]))
+    message = f"makes token {rows} and its model has {rows} embeddings; use the tokenizer"
+    with pytest.raises(FarspanError, match=message):
+        loaded(input_ids=torch.tensor([[1, rows]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "claimable"),
+    [
+        ("{key}.0~", "{}", True),
+        ("{key}.backup", "{}", True),
+        ("{key}.²", "{}", True),
+        ("{key}.0", '{"host": HOST}', False),
+        ("{key}.0", '{"host": HOST, "pid": "x"}', False),
+        ("{key}.0", '{"host": HOST, "pid": null}', False),
+        ("{key}.0", '{"host": HOST, "pid": 1e400}', False),
+        ("{key}.0", '{"host": HOST, "pid": 99999999999999999999}', True),
+        ("{key}.0", "[" * 100_000, False),
+    ],
+)
+def test_a_stray_or_damaged_claim_stops_no_process(name, content, claimable, tmp_path):
+    cells, key = Cells(tmp_path), cell_key({"x": 1})
+    file = tmp_path / "claims" / name.format(key=key)
+    file.write_text(content.replace("HOST", json.dumps(cells_module._host())))
+    with cells.claimed([key]) as claimed:
+        assert bool(claimed) == claimable
+    os.utime(file, (0, 0))  # a damaged claim counts while it is fresh
+    with cells.claimed([key]) as claimed:
+        assert claimed == [key]
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_LINE", 1000)
+    file = tmp_path / "a.jsonl.xz"
+    file.write_bytes(lzma.compress(b'{"text": "a"}\n' + b" " * 1_000_000))
+    with pytest.raises(CorruptError, match=r"a.jsonl.xz, line 2 has more than 1000 bytes"):
+        list(documents.read_documents(file))
+    file.write_bytes(lzma.compress(b'{"text": "a"}\n\n{"text": "b"}'))
+    assert [document.text for document in documents.read_documents(file)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["line", "table", "error"])
+def test_control_characters_of_names_are_shown_and_not_obeyed(kind, capsys):
+    name = "a\x1b]0;title\x07\x1b[2Jb\x9b"
+    if kind == "table":
+        table = make_table("model")
+        table.add_row(name)
+        console.print(table)
+    else:
+        {"line": print_text, "error": print_error}[kind](name)
+    captured = capsys.readouterr()
+    output = captured.err if kind == "error" else captured.out
+    assert "a\\x1b]0;title" in output
+    assert not set("\x1b\x07\x9b") & set(output)
+
+
+def test_a_name_that_is_not_utf8_is_written_and_read_back(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    write_json(tmp_path / "record.json", {"model": name})
+    assert read_json(tmp_path / "record.json") == {"model": name}
+
+
+def test_a_terminal_of_ascii_gets_escapes(tmp_path, monkeypatch):
+    (tmp_path / "café").mkdir()
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.argv", ["farspan", "inspect", str(tmp_path / "café")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    terminal.flush()
+    assert rb"caf\xe9 has no config.json" in terminal.buffer.getvalue()
+
+
+def test_a_recipe_of_a_run_that_is_not_utf8_is_one_sentence(tmp_path):
+    (tmp_path / "recipe.toml").write_bytes(b"\xff")
+    with pytest.raises(CorruptError, match=r"recipe.toml is not UTF-8 text \(byte 0\)"):
+        check_same_text("hash", tmp_path)

@@ -21,10 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MANIFEST = "manifest.json"
 UNREAD = (".md", ".png", ".svg", ".pdf")  # files of a model that no program reads
 UMASK = os.umask(0o077)  # the umask can only be read by setting it
@@ -73,15 +74,18 @@ def naming(path: Path, staging: Path | None = None) -> Iterator[None]:
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; the error for a broken file says where it breaks."""
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file; not of a device or a pipe, which may never end."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise CorruptError(f"{path} cannot be read (it is {kind}); download or export it again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FarspanError(
             f"{path} does not exist; choose a folder that contains {path.name}"
         ) from None
-    except (IsADirectoryError, NotADirectoryError, RecursionError) as error:
+    except (IsADirectoryError, NotADirectoryError) as error:
         raise CorruptError(
             f"{path} cannot be read ({type(error).__name__}); download or export it again"
         ) from None
@@ -89,10 +93,20 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CorruptError(
             f"{path} is not UTF-8 text (byte {error.start}); download or export the file again"
         ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; the error for a broken file says where it breaks."""
+    try:
+        value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise CorruptError(
             f"{path} is not valid JSON: {error.msg.removesuffix(' at')} at line {error.lineno}, "
             f"column {error.colno}; download or export the file again"
+        ) from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+        raise CorruptError(
+            f"{path} cannot be read ({first_line(error)}); download or export it again"
         ) from None
     if not isinstance(value, dict):
         raise CorruptError(
@@ -125,7 +139,7 @@ def _expected_size(path: Path, file: BinaryIO, size: int) -> int:
     if len(head) < 8:
         raise _incomplete(path, f"it has {size} bytes")
     (length,) = struct.unpack("<Q", head)
-    if length > size - 8:
+    if length > min(size - 8, MAX_HEADER):
         raise _incomplete(path, f"its header claims {length} bytes and the file has {size}")
     try:
         header = json.loads(file.read(length))
@@ -133,8 +147,10 @@ def _expected_size(path: Path, file: BinaryIO, size: int) -> int:
             (entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"),
             default=0,
         )
+        if not isinstance(end, int):
+            raise TypeError
         return 8 + length + end
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise _incomplete(path, "its header cannot be read") from None
 
 
@@ -179,6 +195,11 @@ def _shard_path(folder: Path, name: str, index: Path) -> Path:
     if Path(name).is_absolute() or len(Path(name).parts) != 1 or name in ("", ".", ".."):
         raise CorruptError(
             f"{index} points outside its folder ({name!r}); do not trust this checkpoint"
+        )
+    if not name.endswith(".safetensors"):
+        raise CorruptError(
+            f"{index} names {name!r}, which is no safetensors file and is not opened; convert the "
+            "checkpoint with save_pretrained on a machine where you trust it"
         )
     return folder / name
 
@@ -289,7 +310,8 @@ def _apply_umask(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
+    # A path that is not UTF-8 has half characters, which JSON reads back from their escapes.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -220,7 +220,31 @@ def load_with_tokenizer(
 ) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """`load`, for commands that need a tokenizer."""
     model, tokenizer = load(source, **options)
-    return model, _require_tokenizer(tokenizer, source)
+    tokenizer = _require_tokenizer(tokenizer, source)
+    _check_token_ids(model, tokenizer, source)
+    return model, tokenizer
+
+
+def _check_token_ids(
+    model: PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, source: str | Path
+) -> None:
+    """Refuse tokens that the model has no embedding for, where its tokenizer can make some.
+
+    A few of them may be harmless: many models have a padding token beyond their vocabulary.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    rows = getattr(embeddings, "num_embeddings", None)
+    if rows is None or len(tokenizer) <= rows:
+        return
+
+    def check(module: Any, args: tuple) -> None:
+        if args and args[0].numel() and (highest := int(args[0].max())) >= rows:
+            raise FarspanError(
+                f"the tokenizer of {source} makes token {highest} and its model has {rows} "
+                "embeddings; use the tokenizer that belongs to the model"
+            )
+
+    embeddings.register_forward_pre_hook(check)
 
 
 def load_tokenizer(

@@ -6,6 +6,7 @@ Heavy libraries (torch, transformers, matplotlib) are imported when a command ru
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import warnings
@@ -64,6 +65,9 @@ def main() -> None:
     """Run a command; a user's error ends in one sentence and an exit code, not in a traceback."""
     # torch warns of every norm whose weights stay float32 under autocast; a user cannot act on it.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII, a name that is not UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.getLogger("farspan").addHandler(NOTE_HANDLER)
     try:
         with exit_on_sigterm():

@@ -25,7 +25,7 @@ END = "<|endoftext|>"  # the bos, eos and pad token
 DECISION = "begins_texts"  # attribute of a tokenizer: whether texts begin with its token
 MIN_VOCABULARY = 257  # every byte, and END
 WORD_BOUNDARY = re.compile(r"\w(?= \w)")
-PIECE = 1 << 22  # characters that are encoded at once; an encoding takes 80 bytes for each token
+PIECE = 1 << 20  # characters that are encoded at once: each of their tokens takes 500 bytes then
 CONTEXT = 1024  # characters before a piece that are encoded with it
 FILES = ("tokenizer.json", "tokenizer_config.json")
 

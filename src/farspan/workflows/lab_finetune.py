@@ -9,7 +9,7 @@ from pathlib import Path
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.errors import FarspanError
-from farspan.files import write_text
+from farspan.files import read_text, write_text
 from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
 from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
 from farspan.lab.study import count_by_length
@@ -92,7 +92,7 @@ def _check_same_run(config: FinetuneConfig, folder: Path) -> None:
             )
         return
     try:
-        stored = from_toml(FinetuneConfig, file.read_text(encoding="utf-8"))
+        stored = from_toml(FinetuneConfig, read_text(file))
     except FarspanError:
         raise FarspanError(
             f"{folder} holds no fine-tuning; choose another folder with -o"
