@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test long mutants oldest check lint types dev wheel clean
+.PHONY: demo test long mutants families oldest check lint types dev wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -23,6 +23,11 @@ long: $(VENV)/.installed
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutants.py
+
+# Check every causal family of the installed transformers, and write docs/families.md. Rerun to
+# resume.
+families: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
 
 # The same tests on the oldest transformers that farspan supports.
 oldest:

@@ -177,7 +177,7 @@ def test_public_functions_stay_callable_after_every_submodule_was_imported(tmp_p
     for _ in range(2):
         assert farspan.inspect(tmp_path).family == "farspan"
         assert farspan.load(tmp_path).model.config.model_type == "farspan"
-    functions = {"diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
+    functions = {"check", "diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
     assert set(farspan.__all__) == {"FarspanError", "Patch", *functions} <= set(dir(farspan))
     assert issubclass(farspan.FarspanError, Exception)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -26,11 +26,11 @@ from farspan.evals.scores import EvalCell
 from farspan.methods.job import FitJob
 from farspan.model.loss import losses_by_context, token_losses
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
-from farspan.workflows import evaluate as evaluate_workflow
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows import generate as generate_workflow
 from farspan.workflows import reproduce
 from farspan.workflows.attention_analysis import compare_attention
+from farspan.workflows.eval_models import model_identity
 
 
 @pytest.fixture(scope="module")
@@ -276,12 +276,12 @@ def test_eval_keys_and_records_name_the_rule(checkpoint, losses, tmp_path):
 
 def test_identities_without_the_token_are_those_of_earlier_versions(checkpoint):
     model, tokenizer, _ = decide(checkpoint, bos="no")
-    assert "begin of text" not in evaluate_workflow.model_identity(model, tokenizer, None)
+    assert "begin of text" not in model_identity(model, tokenizer, None)
     tokenizer.begins_texts = True
-    assert evaluate_workflow.model_identity(model, tokenizer, None)["begin of text"] == "[0]"
+    assert model_identity(model, tokenizer, None)["begin of text"] == "[0]"
     adds = adding(AutoTokenizer.from_pretrained(checkpoint))
     adds.begins_texts = False  # other prompts than the tokenizer makes
-    assert evaluate_workflow.model_identity(model, adds, None)["begin of text"] == "[]"
+    assert model_identity(model, adds, None)["begin of text"] == "[]"
 
 
 def test_extend_fits_with_the_token_and_the_patch_remembers_it(checkpoint, tmp_path, monkeypatch):

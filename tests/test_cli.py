@@ -30,6 +30,7 @@ from farspan.cli.extend import show_extension
 from farspan.cli.lab import show_comparison
 from farspan.cli.options import RENAMED_OPTIONS, parse_data
 from farspan.errors import FarspanError
+from farspan.evals.engine import EngineOptions
 from farspan.evals.perplexity import METRICS, MODES
 from farspan.evals.scores import Score
 from farspan.evals.suites import SUITES, EvalConfig
@@ -49,9 +50,11 @@ FUNCTIONS = {
     "extend": "extend.extend",
     "eval": "evaluate.evaluate",
     "export": "export.export",
+    "check": "check.check",
     "generate": "generate.generate",
     "pretrain": "pretrain.pretrain",
     "reproduce": "reproduce.reproduce",
+    "compare": "compare.compare",
     "report": "report.report",
     "lab run": "lab.run",
     "lab dump": "lab.dump",
@@ -111,11 +114,12 @@ def function_of(command: str):
 
 
 def python_parameters(command: str) -> set[str]:
-    """The parameters of the function behind a command; `**settings` are EvalConfig's fields."""
+    """Those of the function behind a command; `**settings` are the fields of EvalConfig."""
     parameters = inspect.signature(function_of(command)).parameters.values()
     names = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-        names |= {field.name for field in dataclasses.fields(EvalConfig)}
+        names |= {field.name for field in dataclasses.fields(EvalConfig)} - {"engine"}
+        names |= {field.name for field in dataclasses.fields(EngineOptions)}
     return names
 
 

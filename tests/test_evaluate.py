@@ -40,8 +40,14 @@ from farspan.loading import UPCAST_BELOW, upcast_small_model
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import evaluation_figures, passkey_heatmap
 from farspan.train.metadata import write_training_metadata
+from farspan.workflows import eval_models
 from farspan.workflows import evaluate as evaluate_workflow
-from farspan.workflows.evaluate import evaluate, model_identity, passkeys_in_training
+from farspan.workflows.eval_models import (
+    load_eval_model,
+    model_identity,
+    passkeys_in_training,
+)
+from farspan.workflows.evaluate import evaluate
 
 LENGTH = 256
 SHAPE = dict(
@@ -289,7 +295,7 @@ def test_any_family_is_measured(tiny, tmp_path, model):
 
 
 def test_default_lengths_depend_on_the_model(tiny):
-    model = evaluate_workflow._load_eval_model(tiny / "none", {})
+    model = load_eval_model(tiny / "none", {})
     plan = make_plan(model, SUITES["quick"], EvalConfig(), {})
     assert plan.lengths == (256, 512)
     assert plan.grid[-1] == 512
@@ -588,7 +594,7 @@ def build_evaluation(name: str, lengths: tuple[int, ...], bench: Path, tiny: Pat
         "longbench": {"longbench": bench / "longbench.jsonl"},
     }
     config = EvalConfig(lengths, limit=1, windows=2, stride=64)
-    model = evaluate_workflow._load_eval_model(tiny / "none", {})
+    model = load_eval_model(tiny / "none", {})
     (build,) = SUITES[name].builds
     return build(model, make_plan(model, SUITES[name], config, data.get(name, {})))
 
@@ -596,9 +602,7 @@ def build_evaluation(name: str, lengths: tuple[int, ...], bench: Path, tiny: Pat
 def test_the_paper_suite_measures_what_wang_2024_measures(tiny, bench):
     """The last tokens of windows of exactly each length, 16 lengths × 10 depths × 10 passkeys up to
     twice the target, and LongBench with 5 beams."""
-    model = replace(
-        evaluate_workflow._load_eval_model(tiny / "none", {}), extended_length=8 * LENGTH
-    )
+    model = replace(load_eval_model(tiny / "none", {}), extended_length=8 * LENGTH)
     texts = {
         "pg19": tiny / "text",
         "proofpile": tiny / "text",
@@ -877,11 +881,11 @@ def test_passkeys_of_one_run_share_a_prefix_cache(tiny, tmp_path, monkeypatch):
 
 def test_a_family_with_other_logits_is_refused(tiny, monkeypatch):
     other = lambda model, ids, count: model(input_ids=ids).logits[:, -count:] + 1  # noqa: E731
-    monkeypatch.setattr(evaluate_workflow, "last_logits", other)
+    monkeypatch.setattr(eval_models, "last_logits", other)
     with pytest.raises(
         FarspanError, match="differ from the model's by .*, so this family cannot be evaluated"
     ):
-        evaluate_workflow._load_eval_model(tiny / "none", {})
+        load_eval_model(tiny / "none", {})
 
 
 @pytest.mark.parametrize(
@@ -1037,3 +1041,14 @@ def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path):
     farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(FarspanError, match="has more tokens than the model; use the model.s own"):
         evaluate(tmp_path / "model", "quick", tmp_path / "results", data=tiny / "text")
+
+
+@pytest.mark.parametrize("suite", ["passkey", "quick"])
+def test_passkeys_of_randomized_positions_are_refused(suite, tiny, tmp_path):
+    """They are drawn for a whole text; passkeys continue a cached beginning."""
+    config = FarspanConfig(**SHAPE, max_position_embeddings=LENGTH, position="randomized")
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "model")
+    farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(FarspanError, match="draws its positions for a whole text"):
+        evaluate(tmp_path / "model", suite, tmp_path / "out", lengths=(256,))
+    assert not (tmp_path / "out").exists()

@@ -107,6 +107,18 @@ def test_loads_the_same_weights_as_transformers(kind, original, tmp_path):
     assert gguf.GGUFReader.__name__ == "GGUFReader", "the package is as it was"
 
 
+def test_a_loaded_file_is_saved_as_any_other_model(original, tmp_path):
+    quantized = gguf.GGMLQuantizationType.Q4_0
+    loaded, tokenizer = farspan.load(rewrite(original, tmp_path / "model.gguf", quantized))
+    assert not loaded.is_quantized
+    loaded.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = farspan.load(tmp_path / "saved").model
+    assert "quantization_config" not in again.config.to_dict()
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
 @pytest.mark.parametrize("new_name", ["blk.1.attn_query.weight", None])
 def test_refuses_a_renamed_or_missing_tensor(new_name, original, tmp_path, capsys, monkeypatch):
     names = {"blk.1.attn_q.weight": new_name}

@@ -209,7 +209,11 @@ def test_position_none_loads_a_llama_checkpoint_without_rotation(tmp_path):
 def test_a_config_that_cannot_be_probed_raises_no_other_error(config, tmp_path):
     config.save_pretrained(tmp_path)
     with contextlib.suppress(FarspanError):
-        assert {layer.position for layer in farspan.inspect(tmp_path).layers} <= {"rope", "unknown"}
+        assert {layer.position for layer in farspan.inspect(tmp_path).layers} <= {
+            "rope",
+            "learned",
+            "unknown",
+        }
 
 
 def test_json_has_the_documented_keys(tmp_path):
@@ -218,7 +222,8 @@ def test_json_has_the_documented_keys(tmp_path):
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
     assert record.keys() >= KEYS
-    assert record["layers"][0].keys() == {"index", "position", "claimed", "window"}
+    heads = {"heads", "kv_heads", "head_dim"}
+    assert record["layers"][0].keys() == {"index", "position", "claimed", "window", *heads}
     assert record["fold"].keys() >= {"possible", "site", "why"}
 
 

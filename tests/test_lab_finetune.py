@@ -147,7 +147,7 @@ def test_finetune_learns_resumes_and_records(tiny, tmp_path, no_figures):
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 40, "it is not trained again"
     with pytest.raises(FarspanError, match="holds another run: steps is 40 there and 41 here"):
         finetune(tiny, "parity", [*SETTINGS, "steps=41"], out)
-    with pytest.raises(FarspanError, match="exists and holds no fine-tuning"):
+    with pytest.raises(FarspanError, match="is not empty and holds no run of farspan"):
         finetune(tiny, "parity", SETTINGS, tmp_path)
 
 

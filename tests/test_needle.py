@@ -17,7 +17,7 @@ from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.data.tokens import END, train_tokenizer
 from farspan.errors import FarspanError
-from farspan.evals import needle
+from farspan.evals import answers
 from farspan.evals.needle import TASKS, Needle, effective_length, insert_needles
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
@@ -165,7 +165,7 @@ def answering(monkeypatch, tokenizer, evaluation: Needle, model, answer) -> list
                 for row in prompts.tolist()
             ]
 
-        monkeypatch.setattr(needle, "generate_tokens", generate)
+        monkeypatch.setattr(answers, "generate_tokens", generate)
         results += evaluation.run(cell, model, tokenizer)
     return results
 
@@ -218,9 +218,9 @@ def test_effective_length_is_the_longest_with_all_shorter_ones_passing(scores, t
 
 def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
     sizes: list[int] = []
-    generate_tokens = needle.generate_tokens
+    generate_tokens = answers.generate_tokens
     monkeypatch.setattr(
-        needle,
+        answers,
         "generate_tokens",
         lambda model, rows, *rest, **more: (
             sizes.append(len(rows)),
@@ -231,7 +231,7 @@ def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
     evaluation.run(evaluation.cells()[0], small_model(600), tokenizer)
     assert sizes == [1, 1, 1]
     monkeypatch.setattr(
-        needle, "rows_per_batch", lambda model, length, requested: requested
+        answers, "rows_per_batch", lambda model, length, requested: requested
     )  # as on a GPU
     evaluation.run(evaluation.cells()[0], small_model(600), tokenizer)
     assert sizes[3:] == [2, 1]
@@ -240,7 +240,7 @@ def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
 @pytest.mark.parametrize("name", ["none", "rope", "alibi", "bloom", "mpt"])
 def test_samples_do_not_depend_on_the_batch_size(tokenizer, name, monkeypatch):
     monkeypatch.setattr(
-        needle, "rows_per_batch", lambda model, length, requested: requested
+        answers, "rows_per_batch", lambda model, length, requested: requested
     )  # as on a GPU
     shape = {"vocab_size": 600, "n_layer": 2}
     foreign = {

@@ -144,7 +144,7 @@ def test_page_is_complete_and_needs_no_network(written):
     parser.feed(without_plotly(written))
     assert parser.open == []
     assert parser.links == []
-    assert "Plotly.newPlot" in written
+    assert "Plotly.react" in written
     assert "plotly.js v" in written, "the script is embedded"
     assert "showSendToCloud: false" in without_plotly(written), (
         "plotly must not offer to upload figures"

@@ -25,18 +25,13 @@ from farspan.cli import main
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals import ruler
+from farspan.evals.chat import chat_frame
+from farspan.evals.engine import Generated
 from farspan.evals.gates import METRICS
-from farspan.evals.ruler import (
-    ADJECTIVES,
-    NIAH_TASKS,
-    NOISE,
-    NOUNS,
-    TASKS,
-    Ruler,
-    chat_frame,
-    most_units,
-    string_match,
-)
+from farspan.evals.ruler import Ruler, most_units, string_match
+from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS
+from farspan.evals.ruler_words import ADJECTIVES, NOUNS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
@@ -636,3 +631,19 @@ def test_scores_agree_on_official_prompts(official):
             expected = sum(1.0 if each.lower() in text.lower() else 0.0 for each in row["outputs"])
             expected /= len(row["outputs"])
             assert string_match("niah_multikey_3", text, row["outputs"]) == expected
+
+
+def test_samples_say_which_form_of_a_task_they_have(tokenizers, monkeypatch):
+    """Without the solved example, where a length has no room for it."""
+
+    def answers(model, tokenizer, rows, *_):
+        return [Generated("", len(row)) for row in rows]
+
+    monkeypatch.setattr(ruler, "generate_texts", answers)
+    tokenizer = tokenizers["subword"]
+    forms = []
+    for task, length in (("vt", 450), ("vt", 4096), ("cwe", 700), ("cwe", 2048), ("fwe", 1024)):
+        evaluation = Ruler((length,), tasks=(task,), samples=1)
+        (sample,) = evaluation.run(evaluation.cells()[0], None, tokenizer)
+        forms.append(sample.get("form"))
+    assert forms == ["short", "published", "short", "published", None]

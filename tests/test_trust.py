@@ -125,9 +125,9 @@ def test_every_loader_of_transformers_is_given_trust_remote_code():
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("from_pretrained", "from_config")
-        and ast.unparse(node.func.value).lower().startswith("auto")
+        and ast.unparse(node.func.value) != "PeftModel"  # an adapter has no code
     ]
-    assert len(calls) >= 6
+    assert len(calls) >= 5
     for name, call in calls:
         arguments = {keyword.arg for keyword in call.keywords}
         assert arguments & {"trust_remote_code", None}, f"{name}: {ast.unparse(call)}"

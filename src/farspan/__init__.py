@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from farspan.attention.patch import Patch
     from farspan.errors import FarspanError
     from farspan.loading import load
+    from farspan.workflows.check import check
     from farspan.workflows.diagnose import diagnose
     from farspan.workflows.evaluate import evaluate
     from farspan.workflows.export import export
@@ -23,6 +24,7 @@ __version__ = "0.2.0"
 __all__ = [
     "FarspanError",
     "Patch",
+    "check",
     "diagnose",
     "evaluate",
     "export",
@@ -35,6 +37,7 @@ __all__ = [
 _MODULES = {
     "FarspanError": "farspan.errors",
     "Patch": "farspan.attention.patch",
+    "check": "farspan.workflows.check",
     "diagnose": "farspan.workflows.diagnose",
     "evaluate": "farspan.workflows.evaluate",
     "export": "farspan.workflows.export",

@@ -33,6 +33,12 @@ class PreemptedError(FarspanError):
     exit_code = 75
 
 
+class UnavailableError(FarspanError):
+    """A server does not answer; what it answered before is kept, and the same command resumes."""
+
+    exit_code = 75
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")

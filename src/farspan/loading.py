@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from farspan.attention.building import model_class
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
@@ -121,9 +122,9 @@ def load(
         options["attn_implementation"] = backend
     # A config that we changed must not be overruled by the one in the folder: its own class loads.
     ours = isinstance(config, FarspanConfig)
-    auto_class = FarspanForCausalLM if ours else AutoModelForCausalLM
+    loading_class = FarspanForCausalLM if ours else model_class(config)
     with quiet(), _readable(source):
-        loaded, report = auto_class.from_pretrained(
+        loaded, report = loading_class.from_pretrained(
             source, config=config, output_loading_info=True, **options
         )
     _check_report(source, loaded, report)
@@ -250,7 +251,12 @@ def _check_token_ids(
 def load_tokenizer(
     source: str | Path, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a folder, hub id or bundled model, which must have one."""
+    """The tokenizer of a folder, hub id, bundled model or .gguf file, which must have one."""
+    if (file := Path(source)).suffix == ".gguf":
+        if not file.is_file():
+            raise _MissingModelError(f"{file} does not exist; check the path")
+        with quiet(), _readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
+            return _gguf_tokenizer(file, read_header(file))
     return _require_tokenizer(_load_tokenizer(resolve_bundled(source), trust_remote_code), source)
 
 
@@ -463,11 +469,25 @@ def _load_gguf(
                 output_loading_info=True,
             )
         _check_report(file, model, report)
-        with fast_gguf(file, header):
-            tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
-        if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
-            add_begin_of_text(tokenizer, bool(adds.contents()))
+        _forget_quantizer(model)
+        tokenizer = _gguf_tokenizer(file, header)
     return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
+
+
+def _forget_quantizer(model: PreTrainedModel) -> None:
+    """Its weights are dequantized: it can be saved as any other model, which transformers refuses
+    as long as it counts as quantized."""
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _gguf_tokenizer(file: Path, header: Any) -> transformers.PreTrainedTokenizerBase:
+    with fast_gguf(file, header):
+        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
+    if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
+        add_begin_of_text(tokenizer, bool(adds.contents()))
+    return tokenizer
 
 
 def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -54,12 +55,20 @@ def max_difference(model: PreTrainedModel) -> float:
 def difference(
     model: PreTrainedModel, ids: Tensor, on_seam: OnSeam, decoded: int = DECODED
 ) -> dict[str, float]:
-    """The largest change of a logit by the seam, of the largest logit, without and with a cache."""
+    """The largest change of a logit by the seam, of the largest logit, without and with a cache.
+
+    A model that runs with no cache by itself has nothing to compare there.
+    """
     decoded = min(decoded, ids.shape[1] - 1)
-    plain = _logits(model, ids, decoded)
+    plain, plain_cached = _logits(model, ids), _cached_logits(model, ids, decoded)
     with on_seam(model):
-        routed = _logits(model, ids, decoded)
-    return {key: _relative_change(plain[key], routed[key]) for key in plain}
+        changes = {"uncached": relative_change(plain, _logits(model, ids)), "cached": 0.0}
+        if plain_cached is not None:
+            cached = _cached_logits(model, ids, decoded)
+            changes["cached"] = (
+                math.inf if cached is None else relative_change(plain_cached, cached)
+            )
+    return changes
 
 
 def _key(model: PreTrainedModel) -> str:
@@ -100,8 +109,6 @@ def _quiet() -> Iterator[None]:
 def _small_random_model(model: PreTrainedModel) -> PreTrainedModel:
     """In float32 on the CPU; the state of the random numbers stays as it is."""
     config = short_config(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
 
     def build() -> PreTrainedModel:
         return type(model)._from_config(
@@ -117,11 +124,17 @@ def _small_random_model(model: PreTrainedModel) -> PreTrainedModel:
         torch.manual_seed(0)
         with torch.device("cpu"):
             small = build()
-        for parameter in small.parameters():
-            if parameter.ndim > 1:  # new weights are so small that attention is almost uniform
-                bound = (3 / parameter.shape[-1]) ** 0.5  # a standard deviation of 1/√inputs
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        spread_weights(small)
     return small.eval()
+
+
+def spread_weights(model: PreTrainedModel) -> None:
+    """Give every matrix random weights of a standard deviation of 1/√inputs: new ones are so small
+    that attention is almost uniform."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            bound = (3 / parameter.shape[-1]) ** 0.5
+            torch.nn.init.uniform_(parameter, -bound, bound)
 
 
 def _ids(model: PreTrainedModel) -> Tensor:
@@ -134,19 +147,28 @@ def _ids(model: PreTrainedModel) -> Tensor:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor, decoded: int) -> dict[str, Tensor]:
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.compiler.set_stance("force_eager"):
-        whole = model(input_ids=ids, use_cache=False).logits
-        output = model(input_ids=ids[:, :-decoded], use_cache=True)
-        parts = [output.logits]
-        for index in range(ids.shape[1] - decoded, ids.shape[1]):
-            token = ids[:, index : index + 1]
-            output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
-            parts.append(output.logits)
-    return {"uncached": whole, "cached": torch.cat(parts, dim=1)}
+        return model(input_ids=ids, use_cache=False)[0]  # a model without a head has states
 
 
-def _relative_change(first: Tensor, second: Tensor) -> float:
+@torch.no_grad()
+def _cached_logits(model: PreTrainedModel, ids: Tensor, decoded: int) -> Tensor | None:
+    """None if the model fails with a cache."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            output = model(input_ids=ids[:, :-decoded], use_cache=True)
+            parts = [output[0]]
+            for index in range(ids.shape[1] - decoded, ids.shape[1]):
+                past, token = output.past_key_values, ids[:, index : index + 1]
+                output = model(input_ids=token, past_key_values=past, use_cache=True)
+                parts.append(output[0])
+    except Exception:
+        return None
+    return torch.cat(parts, dim=1)
+
+
+def relative_change(first: Tensor, second: Tensor) -> float:
     first, second = first.float(), second.float()
     same = (first == second) | (first.isnan() & second.isnan())
     change = torch.where(same, 0.0, (first - second).abs()).max()

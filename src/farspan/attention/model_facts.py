@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention.probe import Layer, probe
-from farspan.attention.small_config import narrow_config
 from farspan.errors import FarspanError
 
 OTHER_LENGTHS = ("max_seq_len", "seq_length")  # names that MPT and BLOOM use
@@ -45,6 +44,35 @@ def default_scaled_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
     """The layers that get scales by default: those without positions, or all if there are none."""
     without = tuple(layer.index for layer in layers if layer.position == "none")
     return without or tuple(layer.index for layer in layers)
+
+
+def layer_heads(config: PreTrainedConfig, layer: int, window: int | None) -> tuple[int, int]:
+    """The query and key/value heads of a layer by its config: by its list for all layers, by its
+    numbers for layers with a window or without one, or the same for all."""
+
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+
+    def first(*names: str) -> int | None:
+        values = [getattr(config, name, None) for name in names]
+        values = [value[layer] if isinstance(value, list) else value for value in values]
+        return next((value for value in values if value), None)
+
+    if window is None:
+        special: tuple[tuple[str, ...], tuple[str, ...]] = ((), ("num_global_key_value_heads",))
+    else:
+        special = (
+            ("swa_num_attention_heads", "num_sliding_attention_heads"),
+            ("swa_num_key_value_heads", "num_sliding_key_value_heads"),
+        )
+    heads = first("num_attention_heads_per_layer", *special[0], "num_attention_heads") or 0
+    keys = first("num_key_value_heads_per_layer", *special[1], "num_key_value_heads")
+    return heads, keys or heads
+
+
+def most_heads(layers: Sequence[Layer]) -> int:
+    """The columns that a table of scales needs: the most query heads of a layer."""
+    return max(layer.heads for layer in layers)
 
 
 def cache_bytes(layers: Sequence[Layer], tokens: int, element_size: int) -> int:
@@ -85,12 +113,3 @@ def claimed_position(config: PreTrainedConfig, layer: int) -> str:
 def required_attention(config: PreTrainedConfig) -> str | None:
     """The backend that a model needs: some releases of transformers let SDPA drop a soft cap."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
-
-
-def small_model(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """A random model with every layer of the config, narrow where width changes no pattern."""
-    return AutoModelForCausalLM.from_config(
-        narrow_config(config),
-        trust_remote_code=trust_remote_code,
-        attn_implementation=required_attention(config),
-    ).eval()

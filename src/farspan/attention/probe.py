@@ -54,10 +54,8 @@ def probe(model: PreTrainedModel) -> list[Layer]:
     indices = {call.module: call.layer for call in seam.attention_calls(model)}
     modules = list(indices)
     takes_positions = "position_ids" in signature(model.forward).parameters
-    ids = (
-        torch.arange(TOKENS, device=model.device)[None]
-        % model.get_input_embeddings().num_embeddings
-    )
+    embeddings = model.get_input_embeddings()
+    ids = torch.arange(TOKENS, device=model.device)[None] % embeddings.num_embeddings
     positions = torch.arange(TOKENS, device=model.device)[None]
     with _tables_used(model) as tables:
         first, inputs, start = _run(model, modules, ids, positions, replay=None)
@@ -67,8 +65,11 @@ def probe(model: PreTrainedModel) -> list[Layer]:
         turned = {module: states.flip(1) for module, states in inputs.items()}
         third, _, _ = _run(model, modules, ids, positions, replay=turned)
     absolute = None
+    tables = {table: rows for table, rows in tables.items() if table is not embeddings}
     if _changed(start, reversed_start):
-        absolute = "learned" if tables - {model.get_input_embeddings()} else "sinusoidal"
+        absolute = "learned" if tables else "sinusoidal"
+    elif not takes_positions and any(_counts_up(*entry) for entry in tables.items()):
+        absolute = "learned"  # by a position that the model counts itself
     return [
         Layer(
             index=indices[call.module],
@@ -230,12 +231,27 @@ def _hides_beyond(call: seam.Call, window: int) -> bool:
     return bool(output[:, window - 1].any()) and not bool(output[:, window].any())
 
 
+def _counts_up(table: nn.Module, rows: Tensor) -> bool:
+    """Whether an embedding returned neighboring rows of its table."""
+    weight = getattr(table, "weight", None)
+    if weight is None or rows.shape[-1] != weight.shape[-1]:
+        return False
+    rows = rows.reshape(-1, rows.shape[-1])
+    starts = (weight == rows[0]).all(-1).nonzero().flatten()
+    return any(torch.equal(weight[start : start + len(rows)], rows) for start in starts)
+
+
 @contextmanager
-def _tables_used(model: PreTrainedModel) -> Iterator[set[nn.Module]]:
-    """The embedding tables that the forward passes of this block use."""
-    used: set[nn.Module] = set()
+def _tables_used(model: PreTrainedModel) -> Iterator[dict[nn.Module, Tensor]]:
+    """The embedding tables that the forward passes of this block use, with the rows that they
+    return first."""
+    used: dict[nn.Module, Tensor] = {}
+
+    def record(module: nn.Module, args: tuple, output: Tensor) -> None:
+        used.setdefault(module, output)
+
     hooks = [
-        module.register_forward_hook(lambda module, args, output: used.add(module))
+        module.register_forward_hook(record)
         for module in model.modules()
         if isinstance(module, nn.Embedding)
     ]

@@ -32,7 +32,10 @@ NEEDS_LENGTH = tuple(name for name in BASES if name not in ("constant", "ln"))
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """A table of scales with one row per layer and one column per query head."""
+    """A table of scales with one row per layer and one column per query head.
+
+    A layer with fewer heads than the table has columns uses the first ones.
+    """
 
     layers: tuple[int, ...]  # the layer of each row; all other layers have scale 1
     base: Tensor  # [len(layers), heads] float32
@@ -62,13 +65,13 @@ class Scales:
         rate = float(rates.mean())
         return rate if bool(((rates - rate).abs() <= SHARED_TOLERANCE * abs(rate)).all()) else None
 
-    def row(self, index: int) -> Scales:
-        """The scales of one layer: a table of one row that shares this table's storage."""
-        slope = None if self.slope is None else self.slope[index : index + 1]
+    def row(self, index: int, heads: int | None = None) -> Scales:
+        """The scales of one layer with so many heads: a row that shares this table's storage."""
+        slope = None if self.slope is None else self.slope[index : index + 1, :heads]
         return replace(
             self,
             layers=self.layers[index : index + 1],
-            base=self.base[index : index + 1],
+            base=self.base[index : index + 1, :heads],
             slope=slope,
         )
 

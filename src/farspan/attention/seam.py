@@ -43,7 +43,7 @@ from farspan.attention.layout import (
     step_angles,
 )
 from farspan.attention.scales import Scales
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, first_line
 
 
 def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedModel:
@@ -59,7 +59,7 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
     for call, state in _states(model, calls):
         state.scales = None
         if scales is not None and call.layer in scales.layers:
-            row = scales.row(scales.layers.index(call.layer))
+            row = scales.row(scales.layers.index(call.layer), call.q.shape[1])
             # The row is a view: a trainable table receives the gradient of every layer, and every
             # layer sees its updates. A fixed table is moved to the device once, not at every call.
             state.scales = row if row.base.requires_grad else row.to(call.q.device)
@@ -331,10 +331,19 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
 
 def run_two_tokens(model: PreTrainedModel) -> None:
     """A forward pass for hooks and observers."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(2, device=model.device)[None] % vocabulary
-    with eval_mode(model):
-        model(input_ids=ids, use_cache=False)
+    try:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.arange(2, device=model.device)[None] % vocabulary
+        with eval_mode(model):
+            model(input_ids=ids, use_cache=False)
+    except FarspanError:
+        raise
+    except Exception as error:
+        raise FarspanError(
+            f"{type(model).__name__} does not run on text alone ({type(error).__name__}: "
+            f"{first_line(error)}), so its attention cannot be observed; give a causal language "
+            "model"
+        ) from error
 
 
 @contextmanager
@@ -461,9 +470,10 @@ def check_scales_fit(scales: Scales, calls: list[Call]) -> None:
             f"{sorted(heads)}; "
             "use scales that were fitted on this model"
         )
-    for layer in scales.layers:
-        if scales.heads != heads[layer]:
-            raise FarspanError(
-                f"the scales have {scales.heads} heads, but layer {layer} has {heads[layer]}; "
-                "use scales that were fitted on this model"
-            )
+    most = max(heads[layer] for layer in scales.layers or heads)
+    if scales.heads not in (most, max(heads.values())):
+        layer = next(layer for layer in scales.layers or heads if heads[layer] == most)
+        raise FarspanError(
+            f"the scales have {scales.heads} heads, but layer {layer} has {most}; "
+            "use scales that were fitted on this model"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -17,10 +18,29 @@ def head_dim(config: PreTrainedConfig) -> int:
     Where layer types have different widths, the share of the hidden size stands for all of them
     until the model is run.
     """
-    width = None
-    with suppress(RuntimeError):  # transformers refuses to name one of several
-        width = getattr(config, "head_dim", None)
-    return width or config.hidden_size // config.num_attention_heads
+    width = _value(config, "head_dim")
+    return width or config.hidden_size // _largest(config.num_attention_heads)
+
+
+def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
+    """The numbers of query and of key/value heads by the config, the most of any layer."""
+    layers = [config]
+    if getattr(config, "is_heterogeneous", False):
+        layers = list(config.per_layer_config)
+    heads = max(_largest(layer.num_attention_heads) for layer in layers)
+    kv_heads = [getattr(layer, "num_key_value_heads", None) or heads for layer in layers]
+    return heads, max(map(_largest, kv_heads))
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """None where transformers refuses to name one of several values."""
+    with suppress(RuntimeError):
+        return getattr(config, name, None)
+    return None
+
+
+def _largest(value: int | list[int]) -> int:
+    return max(value) if isinstance(value, list) else value
 
 
 def narrow_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -29,48 +49,89 @@ def narrow_config(config: PreTrainedConfig) -> PreTrainedConfig:
     Heads keep their width, because rotation depends on it.
     """
     small = copy.deepcopy(config)
+    small.__dict__.pop("quantization_config", None)
     text = small.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    width, group = head_dim(text), heads // kv_heads
-    groups = 2 if group < 4 else 1
+    (heads, kv_heads), width = head_counts(text), head_dim(text)
+    group = min(2, heads // kv_heads)
+    groups = min(4 if group == 1 else 2, kv_heads)
+    heads = group * groups
+    expand = getattr(text, "mamba_expand", None) or 2
+    # Zamba concatenates the embeddings to the hidden states, and attends to both.
+    copies = (getattr(text, "attention_hidden_size", None) or text.hidden_size) // text.hidden_size
+    hidden = heads * width // copies
+    _set(text, _WIDTHS)
     _set(
         text,
         {
-            "vocab_size": 64,
-            "vocab_size_per_layer_input": 64,
-            "num_attention_heads": groups * group,
+            "num_attention_heads": heads,
+            "decoder_attention_heads": heads,
+            "encoder_attention_heads": heads,
+            "num_decoder_attention_heads": heads,
+            "num_encoder_attention_heads": heads,
             "num_key_value_heads": groups,
-            "swa_num_attention_heads": groups * group,
+            "swa_num_attention_heads": heads,
             "swa_num_key_value_heads": groups,
-            "hidden_size": groups * group * width,
-            "intermediate_size": 64,
-            "intermediate_size_mlp": 64,
-            "dense_intermediate_size": 64,
-            "moe_intermediate_size": 32,
-            "shared_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-            "num_local_experts": 2,
-            "num_experts": 2,
-            "n_routed_experts": 2,
-            "num_experts_per_tok": 1,
-            "n_group": 1,
-            "topk_group": 1,
             "index_n_heads": groups,
-            "mamba_n_heads": 2 * groups * group,
-            "mamba_d_head": width,
-            "mamba_num_heads": 2 * groups * group,
+            "o_groups": groups,
+            "hidden_size": hidden,
+            "attention_hidden_size": heads * width,
+            "mamba_n_heads": expand * heads,
+            "mamba_d_head": width // copies,
+            "mamba_num_heads": expand * heads,
             "mamba_head_dim": width,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_num_heads": 2,
-            "pad_token_id": 0,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
+            "n_mamba_heads": expand * heads,
+            "mamba_headdim": width // copies,
         },
     )
+    _small_towers(small, hidden)
     return small
+
+
+# What no position, window or temperature depends on.
+_WIDTHS = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "ngram_vocab_size_base": 64,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "dense_intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "moe_hidden_size": 32,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64,
+    "num_local_experts": 2,
+    "num_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_num_heads": 2,
+    "o_lora_rank": 64,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_chunk_size": SPAN,  # shorter texts are padded to it
+    "chunk_size": SPAN,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+_TOWER = {
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_layers": 1,
+    "hidden_size": 128,
+    "embed_dim": 128,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -80,7 +141,6 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     small = narrow_config(config)
     text = small.get_text_config()
-    _one_layer_towers(small)
     _set(
         text,
         {
@@ -91,39 +151,69 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "index_topk": SPAN,
             "index_block_size": SPAN // 2,
             "index_topk_blocks": 2,
+            "indexer_budget": SPAN,
+            "indexer_compress_ratio": SPAN // 2,
         },
     )
-    layers = text.num_hidden_layers
-    lists = [
-        name
-        for name, value in vars(text).items()
-        if isinstance(value, list) and len(value) == layers
-    ]
-    # A list of indices says which layer, not of what kind.
-    named = [name for name in lists if len(set(map(str, getattr(text, name)))) < layers]
-    kinds = [tuple(str(getattr(text, name)[index]) for name in named) for index in range(layers)]
+    kinds = layer_kinds(text)
     kept = max([MIN_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds))])
     if getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers, kept = 1, kept + 1  # the others give it their keys
-    if kept < layers:
-        text.num_hidden_layers = kept
-        for name in lists:
-            setattr(text, name, getattr(text, name)[:kept])
+    keep_layers(text, kept)
     return small
 
 
-def _one_layer_towers(config: PreTrainedConfig) -> None:
+def layer_kinds(config: PreTrainedConfig) -> list[tuple[str, ...]]:
+    """What the lists of the config say of each layer."""
+    layers = config.num_hidden_layers
+    # A list of indices says which layer, not of what kind.
+    lists = [v for v in _layer_lists(config).values() if len(set(map(str, v))) < layers]
+    computed = getattr(config, "layers_block_type", None)  # Bamba, Jamba: from a period or indices
+    if isinstance(computed, list) and len(computed) == layers:
+        lists.append(computed)
+    return [tuple(str(values[index]) for values in lists) for index in range(layers)]
+
+
+def _layer_lists(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """The lists of the config with one value for each layer."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == config.num_hidden_layers
+    }
+
+
+def keep_layers(config: PreTrainedConfig, count: int) -> None:
+    """Cut the text config to its first layers."""
+    if count >= config.num_hidden_layers:
+        return
+    lists = _layer_lists(config)
+    by_layer = None
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4: values of single layers
+        by_layer = config.to_dict()["per_layer_config"]
+    config.num_hidden_layers = count
+    for name, values in lists.items():
+        setattr(config, name, values[:count])
+    if by_layer is not None:
+        config.per_layer_config = {key: by_layer[key] for key in by_layer if int(key) < count}
+
+
+def _small_towers(config: PreTrainedConfig, hidden: int) -> None:
     """Leave one layer to the encoders of images and sound, which text does not reach."""
     text = config.get_text_config()
+    if config is not text:
+        _set(config, {"projector_hidden_size": 64, "out_hidden_size": 64})
     for name in config.sub_configs:
         tower = getattr(config, name, None)
         if isinstance(tower, PreTrainedConfig) and tower is not text:
-            _set(tower, {"num_hidden_layers": 1, "depth": 1})
+            if _value(tower, "num_hidden_layers"):
+                keep_layers(tower, 1)
+            _set(tower, {**_TOWER, "out_hidden_size": hidden})
 
 
 def _set(config: PreTrainedConfig, values: dict[str, int]) -> None:
     """Set the values that the config has; a limit that is off stays off."""
     for key, value in values.items():
-        before = getattr(config, key, None)
+        before = _value(config, key)
         if before is not None:
             setattr(config, key, [value] * len(before) if isinstance(before, list) else value)

@@ -16,6 +16,8 @@ import typer
 
 from farspan import __version__
 from farspan.cli import lab
+from farspan.cli.check import check_command
+from farspan.cli.compare import compare_command
 from farspan.cli.console import NOTE_HANDLER, console, print_error
 from farspan.cli.demo import demo_command
 from farspan.cli.diagnose import diagnose_command
@@ -45,10 +47,12 @@ app.command("diagnose", cls=Command)(diagnose_command)
 app.command("extend", cls=Command)(extend_command)
 app.command("eval", cls=Command)(eval_command)
 app.command("export", cls=Command)(export_command)
+app.command("check", cls=Command)(check_command)
 app.command("generate", cls=Command)(generate_command)
 app.command("pretrain", cls=Command)(pretrain_command)
 app.command("reproduce", cls=Command)(reproduce_command)
 app.add_typer(lab.app, name="lab")
+app.command("compare", cls=Command)(compare_command)
 app.command("report", cls=Command)(report_command)
 app.command("demo", cls=Command)(demo_command)
 

@@ -23,10 +23,10 @@ from farspan.cli.console import (
     required_width,
 )
 from farspan.cli.options import (
+    MODEL_KINDS,
     AsJson,
     Bos,
     Device,
-    Model,
     Position,
     TrustRemoteCode,
     out_option,
@@ -49,7 +49,8 @@ SuiteName = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="quick, paper, perplexity, passkey, needle, ruler, longbench or commonsense.",
+        help="quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench or "
+        "commonsense.",
     ),
 ]
 Lengths = Annotated[
@@ -139,8 +140,8 @@ Beams = Annotated[
 Limit = Annotated[
     int | None,
     _count_option(
-        "needle, ruler, longbench, commonsense: examples per task.",
-        "20 in needle and ruler; else all",
+        "needle, nonliteral, ruler, longbench, commonsense: examples per task.",
+        "20 in needle, nonliteral and ruler; else all",
     ),
 ]
 Tasks = Annotated[
@@ -182,8 +183,60 @@ Threshold = Annotated[
 ]
 
 
+SERVER = "A model behind a server (MODEL is a URL; a key is read from OPENAI_API_KEY)"
+ServedModel = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Name of the model on the server.",
+        show_default="the only one",
+        rich_help_panel=SERVER,
+    ),
+]
+Tokenizer = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH",
+        help="MODEL with the tokenizer of the served one; its train length gives the lengths.",
+        rich_help_panel=SERVER,
+    ),
+]
+Api = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="completions (prompts as they are) or chat (prompts as messages of the user).",
+        rich_help_panel=SERVER,
+    ),
+]
+NumConcurrent = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Requests at a time.", rich_help_panel=SERVER),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(min=0.001, metavar="SECONDS", help="Time for one answer.", rich_help_panel=SERVER),
+]
+MaxRetries = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Further attempts after a failure, each after a longer wait.",
+        rich_help_panel=SERVER,
+    ),
+]
+
+
 def eval_command(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help=f"Model: {MODEL_KINDS}, or the URL of a server, e.g. http://localhost:8000/v1.",
+        ),
+    ],
     out: Out,
     suite: SuiteName = "quick",
     lengths: Lengths = "",
@@ -207,15 +260,23 @@ def eval_command(
     position: Position = None,
     bos: Bos = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    served_model: ServedModel = "",
+    tokenizer: Tokenizer = "",
+    api: Api = "completions",
+    num_concurrent: NumConcurrent = 8,
+    timeout: Timeout = 600.0,
+    max_retries: MaxRetries = 5,
 ) -> None:
     """Evaluate a model by length: perplexity, passkeys, needles, RULER, LongBench, commonsense.
 
     An interrupted evaluation resumes when the same command is run again.
     """
+    from farspan.evals.engine import EngineOptions
     from farspan.lengths import parse_lengths
     from farspan.progress import bars
     from farspan.workflows.evaluate import evaluate
 
+    engine = EngineOptions(served_model, tokenizer, api, num_concurrent, timeout, max_retries)
     with stoppable(f"finished results are in {out}"), bars() as progress:
         evaluation = evaluate(
             model,
@@ -243,6 +304,7 @@ def eval_command(
             trust_remote_code=trust_remote_code,
             progress=progress,
             say=note,
+            engine=engine,
         )
     if as_json:
         print_json(evaluation.to_json())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from farspan.cli.console import format_file_size, print_json, print_line
+from farspan.cli.console import format_file_size, print_json, print_line, print_notes
 from farspan.cli.options import AsJson, Device, Model, Position, TrustRemoteCode, out_option
 
 if TYPE_CHECKING:
@@ -65,5 +65,6 @@ def show_export(exported: ExportResult) -> None:
             f"(tolerance {proof.tolerance:.2g}), KL {proof.kl:.2g} nats, "
             f"same argmax {proof.same_argmax:.1%} of {proof.tokens} tokens"
         )
+    print_notes({proof.note: None for proof in exported.proofs.values() if proof.note})
     size, folder = format_file_size(exported.bytes), escape(str(exported.folder))
     print_line(f"verified: {exported.format}, {size} in {folder}")

@@ -87,11 +87,15 @@ def _describe_check(check: SeamCheck) -> str:
 def _layers(inspection: Inspection) -> Table:
     from farspan.workflows.inspect import format_ranges
 
-    table = make_table("layers", "position encoding", "by config", "attention window", padding=3)
-    groups: dict[tuple[str, str, int | None], list[int]] = {}
+    columns = ["layers", "position encoding", "by config", "attention window"]
+    heads = {layer: (layer.heads, layer.kv_heads, layer.head_dim) for layer in inspection.layers}
+    unequal = len(set(heads.values())) > 1
+    table = make_table(*columns, *["heads"] * unequal, padding=3)
+    groups: dict[tuple[str, str, int | None, tuple[int, ...]], list[int]] = {}
     for layer in inspection.layers:
-        groups.setdefault((layer.position, layer.claimed, layer.window), []).append(layer.index)
-    for (position, claimed, window), indices in groups.items():
+        key = (layer.position, layer.claimed, layer.window, heads[layer])
+        groups.setdefault(key, []).append(layer.index)
+    for (position, claimed, window, counts), indices in groups.items():
         color = "bold green" if position == "none" else "bold"
         agrees = claimed in (position, "unknown")
         table.add_row(
@@ -99,5 +103,6 @@ def _layers(inspection: Inspection) -> Table:
             f"[{color}]{position}[/]",
             claimed if agrees else f"[yellow]{claimed}[/]",
             f"{window:,}" if window else "full",
+            *["{} query, {} key/value, dimension {}".format(*counts)] * unequal,
         )
     return table

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from farspan.batching import run_in_batches
 from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
+from farspan.evals.answers import text_around
 from farspan.evals.decoding import encode_prompt, end_tokens, generate_tokens
+from farspan.evals.engine import Engine
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, bootstrap
 from farspan.files import check_unpacked, sha256_of
@@ -139,29 +142,20 @@ class LongBench:
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         task, collection = load_tasks()[cell.task], self.collections[cell.task]
         answer_tokens = min(task.answer_tokens, cell.length // 2)
-        end_ids = end_tokens(model, tokenizer)
-        if task.stop_at_line:
-            end_ids = [*end_ids, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
         room = cell.length - answer_tokens
         prompts = [
             truncate_middle(encode_prompt(tokenizer, prompt.text), room)
             for prompt in collection.prompts
         ]
-        generated = batches_by_length(
-            [ids for ids, _ in prompts],
-            rows_per_batch(model, cell.length, max(1, BATCH_TOKENS // (cell.length * self.beams))),
-            lambda rows: generate_tokens(
-                model,
-                rows,
-                answer_tokens,
-                end_ids=end_ids,
-                beams=self.beams,
-                min_new_tokens=int(task.stop_at_line),
-            ),
-        )
+        rows = [ids for ids, _ in prompts]
+        if isinstance(model, Engine):
+            predictions = self._ask(model, rows, answer_tokens, task.stop_at_line)
+        else:
+            predictions = self._generate(cell, model, tokenizer, rows, answer_tokens)
         samples = []
-        for prompt, (ids, cut), answer in zip(collection.prompts, prompts, generated, strict=True):
-            prediction = tokenizer.decode(answer, skip_special_tokens=True)
+        for prompt, (ids, cut), prediction in zip(
+            collection.prompts, prompts, predictions, strict=True
+        ):
             samples.append(
                 {
                     "eval": NAME,
@@ -170,6 +164,7 @@ class LongBench:
                     "data": collection.name,
                     "beams": self.beams,
                     "id": prompt.id,
+                    "around": text_around(prompt.text, prompt.answers),
                     "prediction": prediction,
                     "answers": list(prompt.answers),
                     "score": score_prediction(cell.task, prediction, prompt),
@@ -179,6 +174,45 @@ class LongBench:
                 }
             )
         return samples
+
+    def _ask(
+        self, engine: Engine, rows: list[list[int]], answer_tokens: int, stop_at_line: bool
+    ) -> list[str]:
+        """The greedy answers of a server. Whatever it writes after a line is cut here."""
+        if self.beams > 1:
+            raise FarspanError(
+                f"a server decodes greedily, and LongBench has {self.beams} beams; use --beams 1"
+            )
+        texts = [answer.text for answer in engine.generate(rows, answer_tokens)]
+        if not stop_at_line:
+            return texts
+        return [text[:1] + text[1:].partition("\n")[0] for text in texts]
+
+    def _generate(
+        self,
+        cell: EvalCell,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        rows: list[list[int]],
+        answer_tokens: int,
+    ) -> list[str]:
+        stop_at_line = load_tasks()[cell.task].stop_at_line
+        end_ids = end_tokens(model, tokenizer)
+        if stop_at_line:
+            end_ids = [*end_ids, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+        generated = batches_by_length(
+            rows,
+            rows_per_batch(model, cell.length, max(1, BATCH_TOKENS // (cell.length * self.beams))),
+            lambda rows: generate_tokens(
+                model,
+                rows,
+                answer_tokens,
+                end_ids=end_ids,
+                beams=self.beams,
+                min_new_tokens=int(stop_at_line),
+            ),
+        )
+        return [tokenizer.decode(answer, skip_special_tokens=True) for answer in generated]
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """A score of 0 to 100 for each task and length, and their average for each length."""

@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError, suggest
-from farspan.evals.decoding import end_tokens, generate_tokens
-from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.answers import answer_samples, encode, generate_texts
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.train.metadata import begin_of_text
 
@@ -86,7 +83,7 @@ class Needle:
         return [
             EvalCell(NAME, task, length, settings | {"haystack": haystack})
             for length, haystack in (
-                (length, self._haystack_name(length)) for length in self.lengths
+                (length, self.haystack_name(length)) for length in self.lengths
             )
             for task in self.tasks
         ]
@@ -100,26 +97,9 @@ class Needle:
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
-        predictions = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
-        return [
-            {
-                "eval": NAME,
-                "task": cell.task,
-                "length": cell.length,
-                "haystack": cell.settings["haystack"],
-                "id": number,
-                "depths": [round(depth, 4) for depth in sample.depths],
-                "question": sample.question.strip(),
-                "prediction": text,
-                "answers": list(sample.answers),
-                "score": sum(answer in text for answer in sample.answers) / len(sample.answers),
-                "tokens": len(row),
-                "answer_tokens": answer_tokens,
-            }
-            for number, (sample, row, text) in enumerate(
-                zip(samples, rows, predictions, strict=True)
-            )
-        ]
+        answers = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
+        texts = [tokenizer.decode(row) for row in rows]
+        return answer_samples(cell, samples, texts, answers, answer_tokens, recall)
 
     def prompts(
         self, cell: EvalCell, tokenizer: Any
@@ -129,21 +109,33 @@ class Needle:
         answer_tokens = 2 * max(
             len(encode(tokenizer, " " + ", ".join(sample.answers))) for sample in samples
         )
-        intro = [*begin_of_text(tokenizer), *encode(tokenizer, INTROS.get(cell.task, INTRO))]
+        intro = INTROS.get(cell.task, INTRO)
+        return samples, self.rows(cell, tokenizer, samples, intro, answer_tokens), answer_tokens
+
+    def rows(
+        self,
+        cell: EvalCell,
+        tokenizer: Any,
+        samples: Sequence[NeedleSample],
+        intro: str,
+        answer_tokens: int,
+    ) -> list[list[int]]:
+        """Prompts of one length: an introduction, the needles in their haystack, the question."""
+        first = [*begin_of_text(tokenizer), *encode(tokenizer, intro)]
         sentences = [encode(tokenizer, sentence) for sentence in self._sentences(cell.length)]
         rows = []
         for number, sample in enumerate(samples):
             question = encode(tokenizer, sample.question)
             needles = [encode(tokenizer, needle) for needle in sample.needles]
-            fixed = answer_tokens + len(intro) + len(question) + sum(map(len, needles))
+            fixed = answer_tokens + len(first) + len(question) + sum(map(len, needles))
             if fixed > cell.length:
                 raise FarspanError(
                     f"a length of {cell.length} is too short for {cell.task}, which needs {fixed} "
                     "tokens without any haystack; use longer lengths or fewer needles"
                 )
             hay, ends = self._hay(sentences, cell.length - fixed, number)
-            rows.append([*intro, *insert_needles(hay, ends, needles, sample.depths), *question])
-        return samples, rows, answer_tokens
+            rows.append([*first, *insert_needles(hay, ends, needles, sample.depths), *question])
+        return rows
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Recall for each task and length, its average over tasks, and effective lengths."""
@@ -169,7 +161,7 @@ class Needle:
 
     # The haystack.
 
-    def _haystack_name(self, length: int) -> str:
+    def haystack_name(self, length: int) -> str:
         return haystack_name(self.haystack, length) if self.haystack else "filler"
 
     def _sentences(self, length: int) -> list[str]:
@@ -270,21 +262,9 @@ def haystack_name(haystack: str | Path, length: int) -> str:
     return f"{Path(haystack).name} {digest[:16]}"
 
 
-def generate_texts(
-    model: Any, tokenizer: Any, rows: list[list[int]], answer_tokens: int, batch: int
-) -> list[str]:
-    """The greedy continuation of each of some equally long prompts."""
-    end_ids = end_tokens(model, tokenizer)
-    predictions: list[str] = []
-
-    def run_batch(start: int, stop: int) -> None:
-        prompts = torch.tensor(rows[start:stop])
-        generated = generate_tokens(model, prompts, answer_tokens, end_ids=end_ids)
-        predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
-
-    length = len(rows[0]) + answer_tokens
-    run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
-    return predictions
+def recall(prediction: str, answers: Sequence[str]) -> float:
+    """The share of answers in the prediction."""
+    return sum(answer in prediction for answer in answers) / len(answers)
 
 
 def insert_needles(
@@ -386,7 +366,3 @@ def draw_names(rng: np.random.Generator, count: int, letters: int = 5) -> list[s
 
 def _enumerate(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -31,6 +31,7 @@ from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
 from farspan.data.passkey import PasskeyDocuments, held_out_key
 from farspan.errors import FarspanError
+from farspan.evals.engine import Engine
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, wilson
 from farspan.model.compile import prefer_cudnn
@@ -41,6 +42,7 @@ NAME = "passkey"
 CHUNK = 256  # tokens of a shared prefix per forward pass
 CONTINUATION = 4096  # tokens after the prefix per pass; each has a row in a mask over all keys
 BATCH = 10  # rows per batch on a GPU
+CHAT_ANSWER = 32  # tokens, of a chat model behind a server
 UNKNOWN = "unknown"
 
 
@@ -99,32 +101,55 @@ class Passkey:
     def run(
         self,
         cell: EvalCell,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Engine,
         tokenizer: PreTrainedTokenizerBase,
         prefix_cache: PrefixCache | None = None,
     ) -> list[Sample]:
         """`prefix_cache` holds what earlier cells computed with the same, unchanged model."""
-        depth = cell.settings["depth"]
         keys, rows, answer_sizes = self.documents(cell, tokenizer)
+        if isinstance(model, Engine):
+            return self._ask(cell, model, keys, rows, answer_sizes)
         reset_dynamic_rope(model)
         prefix_cache = prefix_cache or PrefixCache(model)
         assert prefix_cache.model is model
         prefix_cache.extend_to(self._rows_with_probe(cell, tokenizer, keys[0], rows))
         predictions = self._predict(model, torch.tensor(rows), max(answer_sizes), prefix_cache)
         return [
-            {
-                "eval": NAME,
-                "task": NAME,
-                "length": cell.length,
-                "depth": depth,
-                "key": key,
-                # with the leading space: the key after another separator is a miss
-                "said": tokenizer.decode(prediction[-count:]),
-                "hit": prediction[-count:] == row[-count:],
-            }
+            # with the leading space: the key after another separator is a miss
+            _sample(
+                cell,
+                key,
+                tokenizer.decode(prediction[-count:]),
+                prediction[-count:] == row[-count:],
+            )
             for key, row, count, prediction in zip(
                 keys, rows, answer_sizes, predictions.tolist(), strict=True
             )
+        ]
+
+    def _ask(
+        self,
+        cell: EvalCell,
+        engine: Engine,
+        keys: list[int],
+        rows: list[list[int]],
+        answer_sizes: list[int],
+    ) -> list[Sample]:
+        """By text: the answer of a server is the key after at most one space.
+
+        A chat model writes a sentence, which must contain the key.
+        """
+        chat = engine.api == "chat"
+        prompts = [row[:-count] for row, count in zip(rows, answer_sizes, strict=True)]
+        room = CHAT_ANSWER if chat else max(answer_sizes)
+        return [
+            _sample(
+                cell,
+                key,
+                answer.text,
+                str(key) in answer.text if chat else answer.text.removeprefix(" ") == str(key),
+            )
+            for key, answer in zip(keys, engine.generate(prompts, room), strict=True)
         ]
 
     def documents(
@@ -299,6 +324,18 @@ def teacher_forced_argmax(
         last_logits(model, rows[:, start : start + CONTINUATION], 1, past)
         start += CONTINUATION
     return last_logits(model, rows[:, start:], count + 1, past)[:, :-1].argmax(-1).cpu()
+
+
+def _sample(cell: EvalCell, key: int, said: str, hit: bool) -> Sample:
+    return {
+        "eval": NAME,
+        "task": NAME,
+        "length": cell.length,
+        "depth": cell.settings["depth"],
+        "key": key,
+        "said": said,
+        "hit": hit,
+    }
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

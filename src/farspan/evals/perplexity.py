@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import encode_text
 from farspan.data.windows import prepend
 from farspan.errors import FarspanError
+from farspan.evals.engine import Engine
 from farspan.evals.longppl import Contrast, key_windows
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, bootstrap
 from farspan.model.compile import prefer_cudnn
@@ -57,6 +59,8 @@ CURVE_WINDOWS, CURVE_BINS = 8, 32  # of the loss-by-position curve
 MIN_DOCUMENTS = 8  # for an interval over documents; with fewer it is over windows
 MAX_NLL = 700.0  # nats; exp() of much more overflows
 GPU_BATCH_TOKENS = 2**16  # enough to keep a GPU busy
+
+LossModel: TypeAlias = PreTrainedModel | Engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +180,7 @@ class Perplexity:
         ]
 
     def run(
-        self, cell: EvalCell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+        self, cell: EvalCell, model: LossModel, tokenizer: PreTrainedTokenizerBase
     ) -> list[Sample]:
         text = next(text for text in self.texts if text.name == cell.task)
         if "curve" in cell.settings:
@@ -287,7 +291,11 @@ class Perplexity:
         return (tokenizer.bos_token_id,)
 
     def _window_losses(
-        self, model: PreTrainedModel, text: Text, windows: Sequence[Window], first: tuple[int, ...]
+        self,
+        model: LossModel,
+        text: Text,
+        windows: Sequence[Window],
+        first: tuple[int, ...],
     ) -> list[Tensor]:
         """The losses of each window's scored tokens. Windows of one shape are batched."""
         scored: list[Tensor] = [torch.empty(0)] * len(windows)
@@ -306,11 +314,13 @@ class Perplexity:
                 scored[number] = row[count - windows[number].scored :]
         return scored
 
-    def _row_losses(self, model: PreTrainedModel, rows: Tensor, count: int) -> Tensor:
+    def _row_losses(self, model: LossModel, rows: Tensor, count: int) -> Tensor:
         """The losses of the last `count` tokens of each row, float64 on the CPU.
 
         The host synchronizes with the GPU once, at the end.
         """
+        if isinstance(model, Engine):
+            return _all_losses(model, rows)[:, -count:]
         reset_dynamic_rope(model)
         rows = rows.to(model.device)
         batch = rows_per_batch(model, rows.shape[1], self.batch)
@@ -361,7 +371,7 @@ class Perplexity:
             if len(ids) < shortest
         ]
 
-    def _position_losses(self, text: Text, length: int, model: PreTrainedModel) -> Iterator[Sample]:
+    def _position_losses(self, text: Text, length: int, model: LossModel) -> Iterator[Sample]:
         """Loss by position: all tokens of a few full windows, averaged in bins."""
         candidates = [
             Window(number, start + self._begin_tokens, start + length, length - 1)
@@ -370,11 +380,9 @@ class Perplexity:
         ]
         edges = np.unique(np.linspace(0, length - 1, CURVE_BINS + 1).round().astype(int))
         for window in _draw(candidates, CURVE_WINDOWS, (self.seed, 1)):
-            reset_dynamic_rope(model)
             ids = text.ids[window.document][window.start : window.end].long()[None]
-            ids = prepend(ids, self.begin if self._begin_tokens else ()).to(model.device)
-            with torch.compiler.set_stance("force_eager"):  # too few windows to compile for
-                losses = token_losses(model, ids)[0].double().cpu().numpy()
+            ids = prepend(ids, self.begin if self._begin_tokens else ())
+            losses = _all_losses(model, ids)[0].numpy()
             means = np.add.reduceat(losses, edges[:-1]) / np.diff(edges)
             sample = self._sample(text, length, window, float(losses.sum()))
             yield {
@@ -433,6 +441,15 @@ class Perplexity:
         }
         value = math.exp(min(mean, MAX_NLL))
         return Score(NAME, PPL, length, value, math.exp(low), math.exp(high), sum(scored), tags)
+
+
+def _all_losses(model: LossModel, rows: Tensor) -> Tensor:
+    """The losses of all tokens of each row but the first, float64 on the CPU."""
+    if isinstance(model, Engine):
+        return torch.tensor(model.losses(rows.tolist())).double()
+    reset_dynamic_rope(model)
+    with torch.compiler.set_stance("force_eager"):  # too few windows to compile for
+        return token_losses(model, rows.to(model.device)).double().cpu()
 
 
 def rows_per_batch(model: PreTrainedModel, length: int, requested: int | None) -> int:

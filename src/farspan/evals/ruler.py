@@ -7,149 +7,32 @@ fit, and one more that is cut. What is asked for is never in the part that is cu
 
 from __future__ import annotations
 
-import json
-import math
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from itertools import cycle, islice
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from farspan.errors import CorruptError, FarspanError, first_line, suggest
+from farspan.errors import FarspanError, suggest
 from farspan.evals import needle
-from farspan.evals.needle import draw_distinct, draw_names, encode, generate_texts
+from farspan.evals.answers import answer_samples, encode, generate_texts
+from farspan.evals.ruler_qa import QA_FILES, qa_digest
+from farspan.evals.ruler_tasks import (
+    ANSWER_TOKENS,
+    ESSAYS,
+    NIAH_TASKS,
+    SHORT_FORMS,
+    TASKS,
+    RulerPrompt,
+    RulerTasks,
+    variants,
+)
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey
-from farspan.files import check_unpacked, sha256_of
 from farspan.train.metadata import begin_of_text
 
 NAME = "ruler"
 METRIC = "string_match"  # from 0 to 100
 THRESHOLD = 85.6  # Llama-2-7B at 4K tokens in RULER's paper
-ESSAYS = "python-docs"  # in place of Paul Graham's essays, unless --data haystack= has them
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-LONGEST_SENTENCE = 40  # words; longer ones (tables, code) are split, so that needles fit between
-DEPTHS = 40  # evenly from the beginning to the end of the haystack
-FULL_WORD_LISTS = 4096  # tokens from which on the words of cwe repeat 30 and 3 times
-EXAMPLE_NOISE = 5  # sentences in the example of vt
-ZETA_2 = math.pi**2 / 6
-LEAST_CODED_WORDS = 74  # from here on the fourth word is more frequent than the fifth
-MESSAGE = "The-message-of-the-user"
-DATE = "26 Jul 2024"  # the default of templates that show the date; today's would change prompts
-
-ADJECTIVES = f"""{needle.ADJECTIVES} ancient blunt bright broad careful cheerful clumsy cold
-common crisp curious deep distant dull early elegant empty famous fierce firm fragile fresh frozen
-funny giant grand grateful happy harsh heavy honest humble jealous large late lazy lively lonely
-loud lucky modest narrow neat nervous odd patient plain polite proud pure purple rare robust rough
-royal rural sharp shiny shy simple sleepy slow smooth sour steady steep strict sturdy subtle sweet
-tall tidy tiny vivid warm weary witty young"""
-NOUNS = f"""{needle.NOUNS} artist autumn bakery basket beacon blanket bottle bridge butter cabin
-camera canyon carpet castle cellar chimney circus citizen copper cottage cousin curtain dancer
-diamond doctor dolphin drawer eagle elbow emperor factory farmer feather fiddle fountain galaxy
-glacier guitar hammer helmet honey jungle kitchen ladder lawyer lemon letter library lizard magnet
-marble mirror monkey mountain museum napkin novel ocean onion oyster palace parrot pencil pepper
-piano pirate planet potato puzzle rabbit river rocket sailor scarf shadow shovel spider statue
-stomach teacher tiger tractor village violin wagon whistle wizard zebra"""
-
-NIAH = (
-    "{start} special magic {what} hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n"
-)
-NIAH_NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-NIAH_QUESTION = "\nWhat {verb} the special magic {kind} for {keys} mentioned in the provided text?"
-NIAH_ANSWER = "The special magic {kind} for {keys} mentioned in the provided text {verb}"
-VT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-VT_QUESTION = (
-    "\nQuestion: Find all variables that are assigned the value {value} in the text above."
-)
-VT_ANSWER = (
-    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
-    "are assigned the value {value}, they are:"
-)
-CWE = (
-    "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n"
-)
-CWE_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
-CWE_ANSWER = "Answer: The top 10 words that appear most often in the list are:"
-FWE = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most "
-    "frequently appeared coded words. "
-)
-FWE_QUESTION = (
-    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
-    "most frequently appeared words in the above coded text?"
-)
-FWE_ANSWER = (
-    "Answer: According to the coded text above, the three most frequently appeared words are:"
-)
-QA_ONLY = (
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\n"
-)
-QA = QA_ONLY + "The following are given documents.\n\n"
-
-
-class NiahTask(NamedTuple):
-    """A task of needles, by RULER's table of settings."""
-
-    haystack: str  # noise (one sentence, repeated), essay, or needle (others of the same kind)
-    keys: int = 1  # hidden
-    values: int = 1  # of each key
-    queries: int = 1  # keys asked for
-    uuid_keys: bool = False  # else words
-    uuid_values: bool = False  # else numbers of seven digits
-
-
-NIAH_TASKS = {
-    "niah_single_1": NiahTask("noise"),
-    "niah_single_2": NiahTask("essay"),
-    "niah_single_3": NiahTask("essay", uuid_values=True),
-    "niah_multikey_1": NiahTask("essay", keys=4),
-    "niah_multikey_2": NiahTask("needle"),
-    "niah_multikey_3": NiahTask("needle", uuid_keys=True, uuid_values=True),
-    "niah_multivalue": NiahTask("essay", values=4),
-    "niah_multiquery": NiahTask("essay", keys=4, queries=4),
-}
-QA_FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}  # the names that --data takes
-# Tokens for the answer, as published; more if a tokenizer needs more for the expected answer.
-ANSWER_TOKENS = {
-    **dict.fromkeys(NIAH_TASKS, 128),
-    "vt": 30,
-    "cwe": 120,
-    "fwe": 50,
-    **dict.fromkeys(QA_FILES, 32),
-}
-TASKS = tuple(ANSWER_TOKENS)
-
-
-@dataclass(frozen=True, eq=False)
-class RulerPrompt:
-    """The parts of one prompt: head, context, filler, question and the start of the answer."""
-
-    head: str
-    context: Callable[[int], str]  # with so many units of haystack
-    filler: Callable[[int, int], str]  # continues so many units by at least so many tokens
-    question: str
-    answer_start: str
-    answers: tuple[str, ...]
-    depths: tuple[float, ...] = ()  # of each needle: the share of the units before it
-    least: int = 0  # units
-    most: int = 1 << 40  # units
-    written: str = ""  # the answers as a model would write them; default: with commas
-
-
-@dataclass(frozen=True)
-class QaFile:
-    """Questions about documents, by the number of the document."""
-
-    documents: tuple[str, ...]
-    questions: tuple[tuple[str, tuple[str, ...]], ...]  # with their answers
-    given: tuple[tuple[int, ...], ...]  # of each question: the documents that it comes with
-    related: tuple[tuple[int, ...], ...]  # the first to add: others of the same article
 
 
 @dataclass(frozen=True)
@@ -193,26 +76,17 @@ class Ruler:
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         prompts, rows, answer_tokens = self.prompts(cell, tokenizer)
-        predictions = generate_texts(model, tokenizer, rows, answer_tokens, self.batch)
-        return [
-            {
-                "eval": NAME,
-                "task": cell.task,
-                "length": cell.length,
-                "haystack": cell.settings["haystack"],
-                "id": number,
-                "depths": [round(depth, 4) for depth in prompt.depths],
-                "question": prompt.question.strip(),
-                "prediction": text,
-                "answers": list(prompt.answers),
-                "score": string_match(cell.task, text, prompt.answers),
-                "tokens": len(row),
-                "answer_tokens": answer_tokens,
-            }
-            for number, (prompt, row, text) in enumerate(
-                zip(prompts, rows, predictions, strict=True)
-            )
-        ]
+        generated = generate_texts(model, tokenizer, rows, answer_tokens, self.batch, self.frame)
+
+        def score(text: str, answers: Sequence[str]) -> float:
+            return string_match(cell.task, text, answers)
+
+        texts = [tokenizer.decode(row) for row in rows]
+        samples = answer_samples(cell, prompts, texts, generated, answer_tokens, score)
+        if cell.task in SHORT_FORMS:
+            for sample, prompt in zip(samples, prompts, strict=True):
+                sample["form"] = "short" if prompt.short else "published"
+        return samples
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The score of each task at each length, RULER's average, and its effective length."""
@@ -227,7 +101,7 @@ class Ruler:
     ) -> tuple[list[RulerPrompt], list[list[int]], int]:
         """The parts of each prompt, the equally long prompts, and the tokens left for an answer."""
         for variant in variants(cell.task, cell.length):
-            prompts = [self._prompt(cell, number, variant) for number in range(self.samples)]
+            prompts = [self._maker.prompt(cell, number, variant) for number in range(self.samples)]
             needed, answer_tokens = self._needed(cell.task, prompts, tokenizer)
             if needed <= cell.length:
                 break
@@ -249,9 +123,17 @@ class Ruler:
         """Refuse a length that is too short for one of the tasks."""
         for cell in replace(self, lengths=(min(self.lengths),)).cells():
             *_, last = variants(cell.task, cell.length)
-            prompts = [self._prompt(cell, number, last) for number in range(self.samples)]
+            prompts = [self._maker.prompt(cell, number, last) for number in range(self.samples)]
             if self._needed(cell.task, prompts, tokenizer)[0] > cell.length:
                 self.prompts(cell, tokenizer)
+
+    @property
+    def _qa_files(self) -> dict[str, str | Path]:
+        return {task: getattr(self, name) for task, name in QA_FILES.items()}
+
+    @property
+    def _maker(self) -> RulerTasks:
+        return RulerTasks(self.seed, self.samples, self.haystack, self._qa_files)
 
     def _check(self) -> None:
         if not self.lengths:
@@ -259,7 +141,7 @@ class Ruler:
         for task in self.tasks:
             if task not in TASKS:
                 raise FarspanError(f"ruler has no task {task!r}; {suggest(task, TASKS)}")
-            if task in QA_FILES and not getattr(self, QA_FILES[task]):
+            if task in QA_FILES and not self._qa_files[task]:
                 raise FarspanError(
                     f"the task {task} needs a file; add --data {QA_FILES[task]}=PATH"
                 )
@@ -272,10 +154,8 @@ class Ruler:
         if "essay" in kinds.values():
             essay = needle.haystack_name(self.haystack, length)
             kinds = {task: essay if kind == "essay" else kind for task, kind in kinds.items()}
-        files = {
-            task: Path(getattr(self, QA_FILES[task])) for task in self.tasks if task in QA_FILES
-        }
-        read = {task: f"{file.name} {_digest(file)[:16]}" for task, file in files.items()}
+        files = {task: Path(file) for task, file in self._qa_files.items() if task in self.tasks}
+        read = {task: f"{file.name} {qa_digest(file)[:16]}" for task, file in files.items()}
         return {"vt": "noise", "cwe": "words", "fwe": "words", **kinds, **read}
 
     # From parts to tokens.
@@ -323,200 +203,6 @@ class Ruler:
             )
         return units, [*start, *filler, *end]
 
-    # The tasks.
-
-    def _rng(self, task: str, number: int, stream: int = 0) -> np.random.Generator:
-        """Stream 0 draws what is asked for, so that this is the same at every length."""
-        return np.random.default_rng((self.seed, TASKS.index(task), number, stream))
-
-    def _prompt(self, cell: EvalCell, number: int, variant: tuple[int, ...]) -> RulerPrompt:
-        if cell.task in NIAH_TASKS:
-            return self._niah(cell, number)
-        if cell.task in QA_FILES:
-            return self._qa(cell, number)
-        if cell.task == "vt":
-            return self._vt(number, *variant)
-        return self._cwe(number, *variant) if cell.task == "cwe" else self._fwe(cell.length, number)
-
-    def _niah(self, cell: EvalCell, number: int) -> RulerPrompt:
-        task, rng = NIAH_TASKS[cell.task], self._rng(cell.task, number)
-        kind = "uuid" if task.uuid_values else "number"
-        keys = list(islice(_keys(rng, task.uuid_keys), task.keys))
-        values = _values(rng, task.uuid_values)
-        facts = [(key, next(values)) for key in keys for _ in range(task.values)]
-        queried = keys[: task.queries]
-        plural = task.queries * task.values > 1
-        verb, kinds = ("are", f"{kind}s") if plural else ("is", kind)
-        order = rng.permutation(len(facts))
-        needles = [_needle(kind, *facts[index]) for index in order]
-        depths = draw_depths(rng, len(facts))
-        hay = self._hay(cell, number, keys, {value for _, value in facts})
-        separator = " " if task.haystack == "essay" else "\n"
-        names = queried[0] if len(queried) == 1 else f"{', '.join(queried[:-1])}, and {queried[-1]}"
-        start, what = ("Some", f"{kinds} are") if plural else ("A", f"{kind} is")
-        return RulerPrompt(
-            NIAH.format(start=start, what=what, kind=kinds),
-            lambda units: separator.join(insert_units(hay(units), needles, depths)),
-            lambda units, size: separator + separator.join(hay(units + 4)[units:]),
-            NIAH_QUESTION.format(verb="are all" if plural else "is", kind=kinds, keys=names),
-            NIAH_ANSWER.format(kind=kinds, keys=names, verb=verb),
-            tuple(value for key, value in facts if key in queried),
-            depths,
-        )
-
-    def _hay(
-        self, cell: EvalCell, number: int, keys: list[str], values: set[str]
-    ) -> Callable[[int], list[str]]:
-        """The first units of a haystack: noise, sentences, or needles that are not asked for."""
-        task = NIAH_TASKS[cell.task]
-        if task.haystack == "noise":
-            return lambda units: [NOISE] * units
-        if task.haystack == "essay":
-            sentences = _essay(str(self.haystack), cell.length, cell.settings["haystack"])
-            first = int(self._rng(cell.task, number, 1).integers(len(sentences)))
-            return lambda units: list(islice(cycle(sentences), first, first + units))
-
-        def distractors(units: int) -> list[str]:
-            rng = self._rng(cell.task, number, 1)
-            others = (key for key in _keys(rng, task.uuid_keys) if key not in keys)
-            drawn = _values(self._rng(cell.task, number, 2), task.uuid_values)
-            other_values = (value for value in drawn if value not in values)
-            kind = "uuid" if task.uuid_values else "number"
-            return [_needle(kind, key, next(other_values)) for key in islice(others, units)]
-
-        return distractors
-
-    def _vt(self, number: int, example_noise: int = 0) -> RulerPrompt:
-        """A chain of assignments in order, in noise."""
-        rng = self._rng("vt", number)
-        names, value, chain = _chain(rng, 5)
-        depths = tuple(sorted(draw_depths(rng, len(chain))))
-        example = ""
-        if example_noise:
-            other = self._rng("vt", number, 2)
-            shown, number_shown, lines = _chain(other, 3, exclude=value)
-            places = tuple(sorted(draw_depths(other, len(lines))))
-            context = "\n".join(insert_units([NOISE] * example_noise, lines, places))
-            question = VT_QUESTION.format(value=number_shown)
-            answer = VT_ANSWER.format(count=len(shown), value=number_shown)
-            example = f"{VT}{context}{question} {answer} {' '.join(shown)}\n\n"
-        return RulerPrompt(
-            example + VT,
-            lambda units: "\n".join(insert_units([NOISE] * units, chain, depths)),
-            lambda units, size: f"\n{NOISE}" * 4,
-            VT_QUESTION.format(value=value),
-            VT_ANSWER.format(count=len(names), value=value),
-            tuple(names),
-            depths,
-            written=" ".join(names),
-        )
-
-    def _cwe(self, number: int, common: int, uncommon: int, *example: int) -> RulerPrompt:
-        """Ten words that repeat more often than the others, in a numbered list.
-
-        example: how often its common and its uncommon words repeat, and the number of the latter.
-        """
-        words = list(islice(_words(self._rng("cwe", number)), 20))
-        answers, shown = words[:10], words[10:]
-
-        def others(stream: int, count: int) -> list[str]:
-            """Words that contain none of the common ones, which a prediction could seem to name."""
-            drawn = _words(self._rng("cwe", number, stream))
-            return list(islice((w for w in drawn if not any(each in w for each in words)), count))
-
-        def context(units: int) -> str:
-            listed = answers * common + others(1, units) * uncommon
-            self._rng("cwe", number, 3).shuffle(listed)
-            return _numbered(listed)
-
-        def filler(units: int, size: int) -> str:
-            return " " + _numbered(others(1, units + size)[units:], 10 * common + units * uncommon)
-
-        head = CWE
-        if example:
-            often, seldom, count = example
-            listed = shown * often + others(2, count) * seldom
-            self._rng("cwe", number, 4).shuffle(listed)
-            head = f"{CWE}{_numbered(listed)}{CWE_QUESTION} {CWE_ANSWER} {_numbered(shown)}\n{CWE}"
-        return RulerPrompt(
-            head,
-            context,
-            filler,
-            CWE_QUESTION,
-            CWE_ANSWER,
-            tuple(answers),
-            least=1,
-            written=_numbered(answers),
-        )
-
-    def _fwe(self, length: int, number: int) -> RulerPrompt:
-        """Coded words whose frequencies follow a Zipf law; the most frequent one is dots."""
-        rng = self._rng("fwe", number)
-        count = max(8, (length - ANSWER_TOKENS["fwe"]) // 50)
-        words = ["...", *(name.lower() for name in draw_names(rng, count - 1, 6))]
-
-        def context(units: int) -> str:
-            counts = [int(units / (rank**2 * ZETA_2)) for rank in range(1, count + 1)]
-            text = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
-            self._rng("fwe", number, 1).shuffle(text)
-            return " ".join(text)
-
-        return RulerPrompt(
-            FWE,
-            context,
-            lambda units, size: " ..." * size,
-            FWE_QUESTION,
-            FWE_ANSWER,
-            tuple(words[1:4]),
-            least=LEAST_CODED_WORDS,
-        )
-
-    def _qa(self, cell: EvalCell, number: int) -> RulerPrompt:
-        """A question about some of many documents."""
-        task = cell.task
-        file = read_qa(task, str(getattr(self, QA_FILES[task])), cell.settings["haystack"])
-        if self.samples > len(file.questions):
-            raise FarspanError(
-                f"{getattr(self, QA_FILES[task])} has {len(file.questions)} questions with answers,"
-                f" but {self.samples} are needed; use --limit {len(file.questions)}"
-            )
-        order = np.random.default_rng((self.seed, TASKS.index(task))).permutation(
-            len(file.questions)
-        )
-        index = int(order[number])
-        question, answers = file.questions[index]
-        given, related = file.given[index], file.related[index]
-        rng = self._rng(task, number, 1)
-        near = [related[place] for place in rng.permutation(len(related))]
-        taken = {*given, *related}
-        far = [int(place) for place in rng.permutation(len(file.documents)) if place not in taken]
-        others = [*near, *far]
-
-        def documents(numbers: list[int], first: int) -> str:
-            return "\n\n".join(
-                f"Document {first + place}:\n{file.documents[each]}"
-                for place, each in enumerate(numbers)
-            )
-
-        def context(units: int) -> str:
-            chosen = [*given, *others[:units]]
-            self._rng(task, number, 2).shuffle(chosen)
-            return documents(chosen, 1)
-
-        return RulerPrompt(
-            QA,
-            context,
-            lambda units, size: (
-                "\n\n" * (units < len(others))
-                + documents(others[units : units + 4], len(given) + units + 1)
-            ),
-            f"\n\n{QA_ONLY}Question: {question}",
-            "Answer:",
-            answers,
-            most=len(others),
-            written=max(answers, key=len),
-        )
-
 
 def average_task(tasks: int) -> str:
     """The name of the average says of how many tasks it is; RULER's own is that of 13."""
@@ -533,52 +219,6 @@ def string_match(task: str, prediction: str, answers: Sequence[str]) -> float:
     """
     hits = [answer.lower() in prediction.lower() for answer in answers]
     return float(any(hits)) if task in QA_FILES else sum(hits) / len(hits)
-
-
-def variants(task: str, length: int) -> list[tuple[int, ...]]:
-    """The settings of a task, the published ones first; the first that fits a length is taken.
-
-    Of vt: noise sentences of the example. Of cwe: repeats, then repeats and size of the example.
-    """
-    if task == "cwe":
-        full = [(30, 3, 10, 3, 30)] if length >= FULL_WORD_LISTS else []
-        return [*full, (6, 1, 3, 1, 10), (3, 1)]
-    return [(EXAMPLE_NOISE,), (0,)] if task == "vt" else [()]
-
-
-def chat_frame(tokenizer: Any, system: str | None = None) -> tuple[str, str]:
-    """The text of a tokenizer's chat template before and after the message of the user.
-
-    Thinking is switched off in templates that can do that.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise FarspanError(
-            "the tokenizer has no chat template; leave --apply-chat-template out, or use a chat "
-            "model"
-        )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": MESSAGE})
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-            thinking=False,
-            date_string=DATE,
-        )
-    except Exception as error:  # a template can raise anything
-        raise FarspanError(
-            f"the chat template of the tokenizer failed ({first_line(error)}); leave "
-            f"{'--system-instruction' if system else '--apply-chat-template'} out"
-        ) from None
-    before, message, after = text.partition(MESSAGE)
-    if not message:
-        raise FarspanError(
-            "the chat template of the tokenizer leaves the user's message out; leave "
-            "--apply-chat-template out"
-        )
-    return before, after
 
 
 def most_units(count: Callable[[int], int], room: int, least: int, most: int, guess: int) -> int:
@@ -599,136 +239,3 @@ def most_units(count: Callable[[int], int], room: int, least: int, most: int, gu
             high = guess
         step = int((room - tokens) / each)
     return low
-
-
-def insert_units(units: list[str], needles: list[str], depths: Sequence[float]) -> list[str]:
-    """Whole units with each needle at its depth."""
-    places = [math.floor(depth * len(units)) for depth in depths]
-    text = list(units)
-    ordered = sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])
-    for shift, (place, each) in enumerate(ordered):
-        text.insert(place + shift, each)
-    return text
-
-
-def draw_depths(rng: np.random.Generator, count: int) -> tuple[float, ...]:
-    return tuple((rng.choice(DEPTHS, count, replace=False) / (DEPTHS - 1)).tolist())
-
-
-def _needle(kind: str, key: str, value: str) -> str:
-    return NIAH_NEEDLE.format(kind=kind, key=key, value=value)
-
-
-def _uuids(rng: np.random.Generator) -> Iterator[str]:
-    while True:
-        yield str(uuid.UUID(bytes=rng.bytes(16), version=4))
-
-
-def _values(rng: np.random.Generator, uuids: bool) -> Iterator[str]:
-    """Distinct numbers of seven digits, or UUIDs."""
-    if uuids:
-        yield from _uuids(rng)
-    taken: set[int] = set()
-    while True:
-        number = int(rng.integers(needle.NUMBERS.start, needle.NUMBERS.stop))
-        if number not in taken:
-            taken.add(number)
-            yield str(number)
-
-
-def _keys(rng: np.random.Generator, uuids: bool = False) -> Iterator[str]:
-    """Distinct pairs of an adjective and a noun (then with a second adjective), or UUIDs."""
-    if uuids:
-        yield from _uuids(rng)
-    adjectives, nouns = ADJECTIVES.split(), NOUNS.split()
-    order = rng.permutation(len(adjectives) * len(nouns)).tolist()
-    for first in ("", *(f"{adjectives[place]}-" for place in rng.permutation(len(adjectives)))):
-        for place in order:
-            yield f"{first}{adjectives[place // len(nouns)]}-{nouns[place % len(nouns)]}"
-
-
-def _words(rng: np.random.Generator) -> Iterator[str]:
-    """Distinct words; when all are drawn, compounds."""
-    words = [*ADJECTIVES.split(), *NOUNS.split()]
-    yield from (words[place] for place in rng.permutation(len(words)))
-    yield from (key.replace("-", "") for key in _keys(rng))
-
-
-def _numbered(words: list[str], start: int = 0) -> str:
-    return " ".join(f"{start + place}. {word}" for place, word in enumerate(words, 1))
-
-
-def _chain(
-    rng: np.random.Generator, letters: int, exclude: str = ""
-) -> tuple[list[str], str, list[str]]:
-    """The variables of a chain with four hops, their value, and the assignments."""
-    names = draw_names(rng, 5, letters)
-    value = next(each for each in draw_distinct(rng, needle.VALUES, 2) if each != exclude)
-    sources = [value, *(f"VAR {name}" for name in names)]
-    return names, value, [f"VAR {name} = {of}" for name, of in zip(names, sources, strict=False)]
-
-
-@lru_cache(maxsize=2)
-def _essay(haystack: str, length: int, name: str) -> list[str]:
-    """The sentences of a text. Its name, with its hash, tells texts of one path apart."""
-    sentences = []
-    for sentence in needle.haystack_sentences(haystack, length):
-        words = sentence.split(" ")
-        sentences += [
-            " ".join(words[start : start + LONGEST_SENTENCE])
-            for start in range(0, len(words), LONGEST_SENTENCE)
-        ]
-    if not sentences:
-        raise FarspanError(f"the haystack {haystack} has no text; use another file")
-    return sentences
-
-
-def _digest(file: Path) -> str:
-    if not file.is_file():
-        raise FarspanError(f"{str(file)!r} is not a file; check the path")
-    check_unpacked(file)
-    return sha256_of(file)
-
-
-@lru_cache(maxsize=2)
-def read_qa(task: str, path: str, name: str) -> QaFile:
-    """The questions that have answers, and all documents. The name has a hash of the file."""
-    try:
-        content = json.loads(Path(path).read_bytes())
-        rows = list((_squad if task == "qa_1" else _hotpotqa)(content))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        layout = "SQuAD" if task == "qa_1" else "HotpotQA"
-        raise CorruptError(
-            f"{path} is not JSON in the layout of {layout} ({type(error).__name__}); use such a "
-            "file"
-        ) from None
-    if not rows:
-        raise FarspanError(f"{path} has no question with an answer; use another file")
-    documents = {text: None for _, _, given, related in rows for text in (*given, *related)}
-    numbers = {text: number for number, text in enumerate(sorted(documents))}
-    return QaFile(
-        tuple(numbers),
-        tuple((question, answers) for question, answers, _, _ in rows),
-        tuple(tuple(dict.fromkeys(numbers[text] for text in given)) for _, _, given, _ in rows),
-        tuple(tuple(sorted({numbers[text] for text in related})) for _, _, _, related in rows),
-    )
-
-
-QaRow = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, given, related
-
-
-def _squad(content: Any) -> Iterator[QaRow]:
-    for article in content["data"]:
-        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        for paragraph in article["paragraphs"]:
-            others = [text for text in texts if text != paragraph["context"]]
-            for each in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in each["answers"]))
-                if answers:
-                    yield each["question"], answers, [paragraph["context"]], others
-
-
-def _hotpotqa(content: Any) -> Iterator[QaRow]:
-    for each in content:
-        given = [f"{title}\n{''.join(sentences)}" for title, sentences in each["context"]]
-        yield each["question"], (each["answer"],), given, []

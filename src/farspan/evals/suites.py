@@ -12,20 +12,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
+from farspan.evals.chat import chat_frame
 from farspan.evals.commonsense import Commonsense
+from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import Needle
+from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
-from farspan.evals.ruler import ESSAYS, QA_FILES, THRESHOLD, Ruler, chat_frame
-from farspan.evals.ruler import TASKS as RULER_TASKS
+from farspan.evals.ruler import THRESHOLD, Ruler
+from farspan.evals.ruler_qa import QA_FILES
+from farspan.evals.ruler_tasks import ESSAYS
+from farspan.evals.ruler_tasks import TASKS as RULER_TASKS
 from farspan.evals.scores import Eval
 from farspan.lengths import doublings
 from farspan.train.metadata import begin_of_text
 
 DEFAULT_TEXT = "python-docs/score"
 QUICK_WINDOWS = 32
+NO_ENGINE = EngineOptions()
 NEEDLE_SAMPLES = 20  # of each task at each length, of needle and RULER
 
 
@@ -41,12 +47,13 @@ class EvalConfig:
     budget: int | None = None  # of perplexity: the most tokens to score
     windows: int | None = None  # of perplexity: score only so many random windows
     beams: int | None = None  # of LongBench; 1 is greedy decoding
-    limit: int | None = None  # samples of each task of needle, RULER, LongBench and commonsense
+    limit: int | None = None  # samples of each task, except perplexity and passkeys
     tasks: Sequence[str] = ()  # of RULER; default: all whose data there are
     apply_chat_template: bool = False  # of RULER: prompts as messages to a chat model
     system_instruction: str | None = None  # of RULER: the system message of the chat
     threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
     seed: int = 0  # of keys, needles and subsets
+    engine: EngineOptions = NO_ENGINE  # of a server, if the model is a URL
 
     def __post_init__(self):
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -117,7 +124,7 @@ class EvalModel:
     """A loaded model and the facts that evaluations need."""
 
     name: str
-    model: PreTrainedModel
+    model: PreTrainedModel | Engine
     tokenizer: PreTrainedTokenizerBase
     train_length: int | None
     extended_length: int | None  # the target of its patch, or the train length
@@ -157,6 +164,8 @@ class Suite:
 
 def _read_texts(model: EvalModel, plan: EvalPlan, names: Sequence[str]) -> tuple[Text, ...]:
     texts = tuple(read_text(name, plan.texts[name], model.tokenizer) for name in names)
+    if isinstance(model.model, Engine):  # it refuses what it does not know
+        return texts
     vocabulary = model.model.get_input_embeddings().num_embeddings
     if any(int(ids.max()) >= vocabulary for text in texts for ids in text.ids if len(ids)):
         raise FarspanError(
@@ -189,6 +198,12 @@ def _perplexity(names: Sequence[str] | None, windows: int | None = None) -> Buil
 
 def _passkey(depths: int, keys: int) -> Build:
     def build(model: EvalModel, plan: EvalPlan) -> Eval:
+        if getattr(getattr(model.model, "base_model", None), "draws_positions", False):
+            raise FarspanError(
+                f"{model.name} draws its positions for a whole text, so passkeys, which share a "
+                "cached beginning, would get others; choose a suite without passkeys, for example "
+                "perplexity or needle"
+            )
         if not plan.grid:
             shortest = scored_documents(model.tokenizer).shortest_of(SCORED)
             raise FarspanError(
@@ -208,6 +223,11 @@ def _passkey(depths: int, keys: int) -> Build:
 def _needle(model: EvalModel, plan: EvalPlan) -> Eval:
     haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
     return Needle(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
+
+
+def _nonliteral(model: EvalModel, plan: EvalPlan) -> Eval:
+    haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
+    return NonLiteral(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
 
 
 def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
@@ -274,6 +294,7 @@ SUITES = {
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
     "needle": Suite((_needle,), texts=("haystack",), settings=("limit",)),
+    "nonliteral": Suite((_nonliteral,), texts=("haystack",), settings=("limit",)),
     "ruler": Suite(
         (_ruler,),
         texts=("haystack", *QA_FILES.values()),

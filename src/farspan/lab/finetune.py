@@ -22,7 +22,7 @@ from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.lab.fleet import MAX_LOGITS, Rows
 from farspan.lab.scratchpad import parse_parts
-from farspan.lab.study import TaskData, balance_lengths, parse_length_range
+from farspan.lab.study import TaskData, parse_length_range
 from farspan.lab.tasks import (
     Example,
     Range,
@@ -112,13 +112,7 @@ def make_text_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -
             "test; choose more lengths"
         )
     weights = length_weights(task, {e.length for e in splits.train}, config.even_lengths)
-    return TaskData(
-        encode_texts(balance_lengths(splits.train, weights), tokenizer),
-        encode_texts(splits.held_out, tokenizer),
-        encode_texts(splits.beyond, tokenizer),
-        np.array([example.length for example in splits.held_out]),
-        np.array([example.length for example in splits.beyond]),
-    )
+    return TaskData.encode(splits, weights, lambda examples: encode_texts(examples, tokenizer))
 
 
 def encode_texts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Rows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -38,6 +38,7 @@ from farspan.lab.tasks import (
     Example,
     LabTask,
     Range,
+    Splits,
     draw_examples,
     find_task,
     length_weights,
@@ -335,6 +336,19 @@ class TaskData:
     held_out_lengths: np.ndarray
     beyond_lengths: np.ndarray
 
+    @classmethod
+    def encode(
+        cls, splits: Splits, weights: Mapping[int, int], encode: Callable[[Sequence[Example]], Rows]
+    ) -> TaskData:
+        """Encode splits; of the train split, every length as often as its weight asks."""
+        return cls(
+            encode(balance_lengths(splits.train, weights)),
+            encode(splits.held_out),
+            encode(splits.beyond),
+            np.array([example.length for example in splits.held_out]),
+            np.array([example.length for example in splits.beyond]),
+        )
+
     @property
     def train_length(self) -> int:
         """In tokens."""
@@ -376,13 +390,7 @@ def make_task_data(
             f"every example of {name} of {test[0]} to {test[1]} {task.length_unit} is trained on "
             "or held out, so none is left to test; test on longer ones"
         )
-    return TaskData(
-        encode_examples(balance_lengths(splits.train, weights), tokenizer),
-        encode_examples(splits.held_out, tokenizer),
-        encode_examples(splits.beyond, tokenizer),
-        np.array([example.length for example in splits.held_out]),
-        np.array([example.length for example in splits.beyond]),
-    )
+    return TaskData.encode(splits, weights, lambda examples: encode_examples(examples, tokenizer))
 
 
 def balance_lengths(examples: Sequence[Example], weights: Mapping[int, int]) -> list[Example]:

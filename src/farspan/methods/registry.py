@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.model_facts import default_scaled_layers
+from farspan.attention.model_facts import default_scaled_layers, most_heads
 from farspan.attention.patch import Patch, fingerprint, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError, suggest
@@ -336,7 +336,7 @@ def make_fit_job(
         search,
         choose,
         default_scaled_layers(layers),
-        layers[0].heads,
+        most_heads(layers),
         fingerprint(model),
         has_nope(layers),
         **settings,

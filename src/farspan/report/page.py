@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ import numpy as np
 from farspan.evals.results import stored_scores
 from farspan.record import format_number
 from farspan.report.figures import running_mean, without_variants
+from farspan.report.samples import samples_table
 from farspan.report.style import COLORS
+
+PAGE = Path(__file__).parent.parent / "assets" / "report.html"
 
 Record = Mapping[str, Any]
 Trace = dict[str, Any]
@@ -33,6 +37,7 @@ class Run:
         default_factory=dict
     )  # of a patch at its target: layer -> λ̂ per head
     metrics: Sequence[Record] = ()  # of a training run, step by step
+    samples: Sequence[Record] = ()  # of an evaluation: prompts with their answers
 
 
 def page(runs: Sequence[Run], script: str) -> str:
@@ -41,7 +46,7 @@ def page(runs: Sequence[Run], script: str) -> str:
     for command, (title, draw) in SECTIONS.items():
         if of_command := [run for run in runs if run.record["command"] == command]:
             parts += [f"<h2>{title}</h2>", *draw(of_command)]
-    before, after = PAGE.split("{parts}")
+    before, after = PAGE.read_text(encoding="utf-8").split("{parts}")
     return before.replace("{script}", script) + "\n".join(parts) + after
 
 
@@ -137,7 +142,7 @@ def _extensions(runs: Sequence[Run]) -> Iterator[str]:
 
 def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     """All models in one figure, baselines included."""
-    models = _scores_by_model(runs)
+    models = scores_by_model(runs)
     perplexities = [
         score for scores in models.values() for score in scores if score["metric"] == "ppl"
     ]
@@ -159,6 +164,7 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     yield table(
         ["run", "eval", "task", "metric", "length", "value", "95% interval", "n", "data"], rows
     )
+    yield from samples_table({run.name: run.samples for run in runs})
 
 
 def _perplexity(models: Mapping[str, Sequence[Record]], task: str) -> str:
@@ -181,7 +187,7 @@ def _perplexity(models: Mapping[str, Sequence[Record]], task: str) -> str:
     return plot(lines, f"Perplexity, {task}", "length (tokens)", "perplexity", xaxis=x, yaxis=y)
 
 
-def _scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
+def scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
     """The scores of each run and of each baseline.
 
     Runs with the same baseline share one entry for it, unless their scores differ.
@@ -458,51 +464,3 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _to_floats(values: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=float)
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>farspan</title>
-<style>
-body {
-  font: 15px/1.5 system-ui, sans-serif; color: #222;
-  max-width: 1080px; margin: 2em auto; padding: 0 1.5em
-}
-h1 { font-weight: 600; letter-spacing: -0.02em }
-h2 { margin-top: 2.2em; border-bottom: 1px solid #ddd }
-table {
-  border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto;
-  font-variant-numeric: tabular-nums
-}
-th, td { text-align: left; padding: .25em 1.2em .25em 0; vertical-align: top }
-th { border-bottom: 1px solid #999 }
-td:first-child { white-space: nowrap }
-tbody tr:nth-child(even) { background: #f7f7f7 }
-figure { margin: 1.5em 0 }
-</style>
-<script>{script}</script>
-</head>
-<body>
-<h1>farspan</h1>
-{parts}
-<script>
-for (const figure of document.querySelectorAll("figure")) {
-  const { data, layout } = JSON.parse(figure.querySelector("script").textContent)
-  for (const axis of [layout.xaxis, layout.yaxis]) {
-    Object.assign(axis, { gridcolor: "#eee", zeroline: false, automargin: true })
-    axis.title.standoff = 14
-  }
-  Object.assign(layout.title, { x: 0, xref: "paper", font: { size: 16 } })
-  const defaults = {
-    margin: { t: 50, r: 20, b: 40 }, font: { family: "system-ui, sans-serif" }, showlegend: true
-  }
-  const config = { responsive: true, displaylogo: false, showSendToCloud: false }
-  Plotly.newPlot(figure, data, { ...defaults, ...layout }, config)
-}
-</script>
-</body>
-</html>
-"""

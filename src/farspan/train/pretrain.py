@@ -339,7 +339,7 @@ def matrix_weights(config: FarspanConfig) -> int:
     return config.num_hidden_layers * (attention + mlp) + config.vocab_size * width
 
 
-def check_same_recipe(recipe: PretrainConfig, run: Path) -> None:
+def check_same_recipe(recipe: Any, run: Path, kind: str = "training run") -> None:
     """Refuse a folder that holds anything but a run of this recipe."""
     file = run / RECIPE
     if run.exists() and not run.is_dir():
@@ -348,11 +348,9 @@ def check_same_recipe(recipe: PretrainConfig, run: Path) -> None:
         )
     if file.exists():
         try:
-            stored = from_toml(PretrainConfig, read_text(file))
+            stored = from_toml(type(recipe), read_text(file))
         except FarspanError:
-            raise FarspanError(
-                f"{run} holds no training run; choose another folder with -o"
-            ) from None
+            raise FarspanError(f"{run} holds no {kind}; choose another folder with -o") from None
         difference = first_difference(stored, recipe)
         if difference:
             key, stored_value, value = difference

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.model_facts import config_train_length, probe_or_none
+from farspan.attention.model_facts import config_train_length, most_heads, probe_or_none
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
@@ -182,7 +182,7 @@ def _diagnose_scale(
     layers = probe_or_none(model) if value is None else probe(model)
     if value is not None and layers is not None:
         seam.install(
-            model, Scales.uniform(value, [layer.index for layer in layers], layers[0].heads)
+            model, Scales.uniform(value, [layer.index for layer in layers], most_heads(layers))
         )
     # Bins narrow enough for a trend inside the train length, and wide enough to average noise.
     bins = max(MIN_BINS, round(BINS_INSIDE * longest / train_length))

@@ -6,7 +6,6 @@ patch, tokenizer, task, length, depth, seed. A finished cell is read and never m
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,22 +17,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from farspan.attention import seam
-from farspan.attention.model_facts import config_train_length, max_positions, probe_or_none
-from farspan.attention.patch import Patch
 from farspan.batching import out_of_memory
-from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
+from farspan.begin_of_text import BeginOfText, check_choice
 from farspan.bundled import resolve_bundled
 from farspan.cells import Cells, cell_key, check_results_folder, compute_unclaimed, finish
-from farspan.data.tokens import adds_begin_of_text
-from farspan.data.tokens import fingerprint as tokenizer_fingerprint
 from farspan.deprecation import renamed_arguments
-from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError, first_line
-from farspan.evals.decoding import end_tokens
+from farspan.evals.engine import Engine
+from farspan.evals.engine_http import is_url
 from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
 from farspan.evals.longppl import Evaluator
-from farspan.evals.passkey import UNKNOWN, Passkey, PrefixCache
+from farspan.evals.nonliteral import NonLiteral
+from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import LONGPPL, Perplexity
 from farspan.evals.results import EvalResult
 from farspan.evals.scores import Eval, EvalCell, Sample, Score
@@ -54,15 +49,19 @@ from farspan.loading import (
     check_source,
     find_patch,
     find_train_length,
-    upcast_small_model,
 )
 from farspan.model.compile import compiled_layers
-from farspan.model.loss import last_logits
 from farspan.progress import Progress, silent
 from farspan.record import write_record
 from farspan.report import figures, style
-from farspan.train.metadata import begin_of_text, trained_with_passkeys
 from farspan.train.sharding import processes
+from farspan.workflows.eval_models import load_eval_model
+from farspan.workflows.evaluate_engine import (
+    check_engine_options,
+    connect_eval_model,
+    served_evaluations,
+    token_notes,
+)
 
 FORMAT = 1  # of cells; raised whenever what a cell of any evaluation computes changes
 COMPILE_FROM = 1e16  # tokens × parameters of work from which compiling pays on a GPU
@@ -87,31 +86,31 @@ def evaluate(
 ) -> EvalResult:
     """Measure a model; cells that the results folder `out` already holds are not measured again.
 
-    suite: quick, paper, perplexity, passkey, needle, ruler, longbench or commonsense.
-    baseline: a second model, measured on the same.
-    gate: conditions such as "ppl@512<=1.05x"; `EvalResult.gates` says which hold.
+    model: whatever `load` takes, or the URL of a server that `engine=EngineOptions(…)` describes.
+    suite: quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench, commonsense.
+    baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
-        seed, tasks, apply_chat_template, system_instruction, threshold.
+        seed, tasks, apply_chat_template, system_instruction, threshold, engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
-
     >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
     """
     state, config = processes(), (config or EvalConfig()).with_settings(settings)
+    check_engine_options([model, baseline], config.engine)
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
-    if baseline is None:
-        baseline = _default_baseline(model, run.gates)
+    baseline = _default_baseline(model, run.gates) if baseline is None else baseline
     options: LoadOptions = {
         "position": position,
         "device": device or state.device,
         "trust_remote_code": trust_remote_code,
         "progress": progress,
     }
-    if baseline is not None:  # refused before the model is measured
-        baseline_position = _position(baseline, model, position)
+    baseline_position = None if baseline is None else _position(baseline, model, position)
+    if baseline is not None and not is_url(baseline):  # refused before the model is measured
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
     if config.metric == LONGPPL:
-        train_length = find_train_length(baseline or model, trust_remote_code)
+        source = config.engine.tokenizer if is_url(baseline or model) else baseline or model
+        train_length = find_train_length(source, trust_remote_code)
         run = replace(run, evaluator=Evaluator(str(baseline or model), train_length))
     options["position"] = _position(model, baseline, position)
     measured = [run.measure(model, options)]
@@ -188,14 +187,17 @@ class _EvalRun:
 
         Only one model is in memory.
         """
-        model = _load_eval_model(source, options, self.bos)
+        if is_url(source):
+            model = connect_eval_model(str(source), self.config, self.bos, options)
+        else:
+            model = load_eval_model(source, options, self.bos)
         if compared is None:
             plan = make_plan(model, self.suite, self.config, self.texts)
             plan = replace(plan, evaluator=self.evaluator)
         else:
             plan = replace(compared.plan, lengths_requested=True)
             model.check_lengths((*plan.lengths, *plan.grid))
-        evaluations = [build(model, plan) for build in self.suite.builds]
+        evaluations, left_out = _build(model, plan, self.suite, self.name)
         # Perplexity leaves out lengths that its text does not reach, for the baseline too.
         texts_reach = [e.lengths for e in evaluations if isinstance(e, Perplexity)]
         plan = replace(plan, lengths=next(iter(texts_reach), plan.lengths))
@@ -204,8 +206,13 @@ class _EvalRun:
         else:
             check_gates(self.gates, [key for each in evaluations for key in each.score_keys()])
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
+        if isinstance(model.model, Engine):
+            model.model.answers = Cells(self.out / "answers", say=self.say)
         samples = _run_cells(model, evaluations, cells, self.progress)
-        notes = _notes(model, plan, evaluations)
+        notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
+        for evaluation, group in zip(evaluations, samples, strict=True):
+            if isinstance(evaluation, NonLiteral):
+                notes += tuple(evaluation.notes(group))
         return _Measurement(
             model.name,
             model.identity,
@@ -250,6 +257,16 @@ class _EvalRun:
             _write(result, {each.name: each.samples for each in measured}, settings)
         processes().wait_for_everyone()
         return result
+
+
+def _build(
+    model: EvalModel, plan: EvalPlan, suite: Suite, name: str
+) -> tuple[list[Eval], tuple[str, ...]]:
+    """The evaluations of a suite; what a server cannot do is left out, with a note, or refused."""
+    evaluations = [build(model, plan) for build in suite.builds]
+    if not isinstance(model.model, Engine):
+        return evaluations, ()
+    return served_evaluations(model.model, evaluations, name)
 
 
 def _default_baseline(model: str | Path, gates: Sequence[Gate]) -> str | None:
@@ -317,90 +334,6 @@ def _position(source: str | Path, other: str | Path | None, position: str | None
     return patch.position if same else None
 
 
-def _load_eval_model(source: str | Path, options: LoadOptions, bos: str = "auto") -> EvalModel:
-    model, tokenizer, begin = load_with_begin_of_text(source, bos, **options)
-    model = upcast_small_model(model)
-    _check_head(model, source)
-    layers = probe_or_none(model)
-    on_gpu = model.device.type == "cuda" and model._can_set_attn_implementation()
-    if on_gpu and not seam.installed(model):
-        with suppress(FarspanError):  # once for all passkeys; without the seam where unsupported
-            seam.install(model)
-    patch = find_patch(source)
-    length = patch.train_length if patch else config_train_length(model.config)
-    return EvalModel(
-        str(source),
-        model,
-        tokenizer,
-        length,
-        patch.target if patch else length,
-        max_positions(model.config, layers),
-        passkeys_in_training(source),
-        model_identity(model, tokenizer, patch),
-        begin,
-    )
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel, source: str | Path) -> None:
-    """Prove that the logits computed for a few positions are the model's own."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(16, device=model.device)[None] % vocabulary
-    expected = model(input_ids=ids, use_cache=False).logits[:, -4:].float()
-    check_finite(
-        model, expected, f"{source} on {ids.shape[1]} tokens, the first of its vocabulary,"
-    )
-    difference = float((last_logits(model, ids, 4).float() - expected).abs().max())
-    if not difference <= 1e-2 * float(expected.abs().max()):
-        raise FarspanError(
-            f"farspan's logits of {type(model).__name__} differ from the model's by "
-            f"{difference:.2g}, so this family cannot be evaluated; use another engine"
-        )
-
-
-def model_identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) -> dict[str, str]:
-    """Hashes of everything of a model that a result depends on.
-
-    A patch identifies its base by weights rounded to bf16; here every bit counts.
-    """
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    for incidental in ("_name_or_path", "transformers_version", "architectures", "dtype"):
-        config.pop(incidental, None)
-    identity = {
-        "weights": _weights_digest(model),
-        "config": cell_key(config),
-        "dtype": str(model.dtype).partition(".")[2],
-    }
-    if patch is not None and patch.scales is not None:
-        scales = patch.scales
-        tables = [None if t is None else t.tolist() for t in (scales.base, scales.slope)]
-        at = [list(scales.layers), scales.basis, scales.length]
-        identity["scales"] = cell_key({"at": at, "tables": tables})
-    identity["tokenizer"] = tokenizer_fingerprint(tokenizer)
-    identity["begin and ends"] = f"{tokenizer.bos_token_id} {end_tokens(model, tokenizer)}"
-    start, adds = begin_of_text(tokenizer), adds_begin_of_text(tokenizer)
-    if start or adds:  # else the keys of cells are those of earlier versions
-        identity["begin of text"] = str(start)
-    return identity
-
-
-def _weights_digest(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def passkeys_in_training(source: str | Path) -> str:
-    """Did the model see passkey documents in training: "yes", "no" or "unknown"."""
-    folder = Path(source)
-    if (patch := find_patch(folder)) is not None:
-        return passkeys_in_training(base_source(folder, patch))
-    trained = trained_with_passkeys(Path(resolve_bundled(source)))
-    return UNKNOWN if trained is None else "yes" if trained else "no"
-
-
 def _notes(model: EvalModel, plan: EvalPlan, evaluations: Sequence[Eval]) -> tuple[str, ...]:
     """What was left out without a request."""
     if plan.lengths_requested:
@@ -435,15 +368,19 @@ def _run_cells(
     advance, counted = progress(model.name, len(every_cell)), set()
     # Passkey prompts share a prefix; the cache lives for this run, in which the model is fixed.
     has_passkeys = any(isinstance(each, Passkey) for each in evaluations)
-    prefix_cache = PrefixCache(model.model) if has_passkeys else None
+    local = None if isinstance(model.model, Engine) else model.model
+    prefix_cache = PrefixCache(local) if has_passkeys and local else None
 
     def on_done(key: str) -> None:
         if key not in counted:
             counted.add(key)
-            cell = every_cell[key][1]
-            advance(1, " ".join(dict.fromkeys((cell.eval, cell.task, f"@{cell.length}"))))
+            advance(1, _label(every_cell[key][1]))
 
     def work(item: tuple[Eval, EvalCell]) -> dict[str, Any]:
+        if isinstance(model.model, Engine):
+            model.model.on_answer = lambda done, total: advance(
+                0, f"{_label(item[1])}, {done} of {total} answers"
+            )
         return {"samples": _run_cell(model, *item, prefix_cache)}
 
     def describe(item: tuple[Eval, EvalCell]) -> dict[str, Any]:
@@ -451,12 +388,16 @@ def _run_cells(
 
     for group in _groups(every_cell):
         missing = [cell for key, (_, cell) in group.items() if cells.get(key) is None]
-        with _maybe_compiled(model.model, missing):
+        with _maybe_compiled(local, missing) if local else nullcontext():
             compute_unclaimed(cells, group, work, describe=describe, on_done=on_done)
     results = finish(cells, every_cell, work, describe=describe, on_done=on_done)
     return [
         [sample for key in items for sample in results[key]["samples"]] for items in by_evaluation
     ]
+
+
+def _label(cell: EvalCell) -> str:
+    return " ".join(dict.fromkeys((cell.eval, cell.task, f"@{cell.length}")))
 
 
 def _groups(

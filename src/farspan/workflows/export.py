@@ -221,6 +221,8 @@ def _model_card(job: ExportJob, result: ExportResult, config: PreTrainedConfig) 
             "The model magnifies rounding: float32 itself changes these logits by up to "
             f"{rounding:.2g}.",
         ]
+    for note in sorted({proof.note for proof in result.proofs.values() if proof.note}):
+        lines += ["", f"{note[0].upper()}{note[1:]}."]
     dtype = str(job.dtype).removeprefix("torch.")
     lines += [
         "",

@@ -29,7 +29,7 @@ from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_losses, mean_before
-from farspan.errors import FarspanError, ProofError
+from farspan.errors import FarspanError, ProofError, first_line
 from farspan.evals.passkey import passkey_accuracy, scored_documents
 from farspan.files import check_absent, new_folder, write_bytes, write_text
 from farspan.lengths import doublings
@@ -53,7 +53,7 @@ from farspan.methods.registry import (
     unused_settings,
 )
 from farspan.methods.swan import DistillPlan, distillation_flops, planned_layers
-from farspan.model.loss import last_logits_cpu
+from farspan.model.loss import last_logits_cpu, token_losses
 from farspan.progress import Progress, silent
 from farspan.recipe import to_toml
 from farspan.record import write_record
@@ -265,14 +265,15 @@ def _prepare(
     if run.start is not None:
         replace(run.start, scales=None).apply(model)
     advance()
+    layers = probe(model)  # refuses what no text can run
     begin = decide_begin_of_text(model, tokenizer, run.bos, run.start)
-    layers = probe(model)
     length = _check_lengths(run, model, layers, to, train_length)
     notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
     if run.start is not None and run.start.layout is not None:
         notes = ()  # advice for rotary layers that see everything
     notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
     splits = _split_text(data, tokenizer, to, length, run, begin.ids)
+    _check_reads(model, layers, splits["search"].ids[:1])
     advance()
     job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
     if run.start is not None:
@@ -280,6 +281,20 @@ def _prepare(
         notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
     unused = unused_settings(run.names, layers, model, job, run.config)
     return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused), begin)
+
+
+def _check_reads(model: PreTrainedModel, layers: Sequence[Layer], ids: Tensor) -> None:
+    """Refuse a model that cannot read so many tokens: positions may come from a table that no
+    parameter shows."""
+    if all(layer.position in ("none", "rope", "alibi", "t5") for layer in layers):
+        return
+    try:
+        token_losses(model, ids.to(model.device))
+    except IndexError as error:
+        raise FarspanError(
+            f"{type(model).__name__} cannot read {ids.shape[1]} tokens ({first_line(error)}): its "
+            "table of positions ends before; such a model cannot be extended beyond its table"
+        ) from error
 
 
 def _make_job(

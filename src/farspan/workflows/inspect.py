@@ -9,27 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention import guard, seam
+from farspan.attention.building import (
+    MAX_LAYERS,
+    REPEATS,
+    count_parameters,
+    new_model,
+    repeated_layers,
+    small_model,
+)
 from farspan.attention.layout import Layout
 from farspan.attention.model_facts import (
     claimed_position,
     config_train_length,
     default_scaled_layers,
-    small_model,
+    layer_heads,
+    most_heads,
 )
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
-from farspan.attention.small_config import head_dim
+from farspan.attention.small_config import head_counts, head_dim
 from farspan.attention.temperature import LONGEST, Temperature, temperatures
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
-from farspan.loading import find_patch, is_patch, load, load_config, load_gguf_config
+from farspan.loading import find_patch, is_patch, load, load_config, load_gguf_config, quiet
 
 CHECKED_TOKENS = 256
 CHECKED_DECODED = 8  # of them read one at a time from a cache
@@ -44,6 +53,9 @@ class LayerReport:
     position: str  # none | rope | alibi | t5 | learned | sinusoidal | unknown
     claimed: str  # the same values; unknown where the config does not say
     window: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,9 @@ class Inspection:
     family: str
     parameters: int
     train_length: int | None
-    heads: int
+    heads: int  # by the config; layers may have others
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of the first attention layer
     base_scale: float
     temperature: str | None  # a factor of its queries that grows with the position
     query_norm: str | None
@@ -213,19 +225,19 @@ def _scale_statistics(patch: Patch) -> str:
 def _inspect_config(
     config: PreTrainedConfig, name: str, trust_remote_code: bool, why: str = "no weights"
 ) -> Inspection:
+    _check_heads(config)
     note = f"{why}: probed on a small random model with the same layers"
     try:
-        with torch.device("meta"):
-            full = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-            parameters = _parameter_count(full)
-        try:
-            small = small_model(config, trust_remote_code)
-            return _inspect_model(small, name, config, parameters, [note])
-        except Exception:  # a family whose sizes depend on each other
-            if parameters > FULL_SIZE_LIMIT:
-                raise
-            full = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-            return _inspect_model(full.eval(), name, config, parameters, [note])
+        with quiet():
+            parameters = count_parameters(config, trust_remote_code)
+            try:
+                small = small_model(config, trust_remote_code)
+                return _inspect_model(small, name, config, parameters, [note])
+            except Exception:  # a family whose sizes depend on each other
+                if parameters > FULL_SIZE_LIMIT:
+                    raise
+                full = new_model(config, trust_remote_code).eval()
+                return _inspect_model(full, name, config, parameters, [note])
     except FarspanError:
         raise
     except Exception as error:
@@ -243,12 +255,8 @@ def _inspect_model(
     notes: Sequence[str] = (),
 ) -> Inspection:
     """`config` and `parameters` are those of the full model if `model` is a small stand-in."""
-    config = (config or model.config).get_text_config()
-    if not (heads := getattr(config, "num_attention_heads", None)):
-        raise FarspanError(
-            f"a {config.model_type} model has no attention heads, so there is nothing to inspect; "
-            "give a transformer"
-        )
+    stands_in, config = config is not None, _check_heads(config or model.config)
+    heads, kv_heads = head_counts(config)
     warnings = [*notes, *_config_warnings(config)]
     from_config = Inspection(
         model=name,
@@ -256,13 +264,20 @@ def _inspect_model(
         parameters=parameters or _parameter_count(model),
         train_length=config_train_length(config),
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim(config),
         base_scale=head_dim(config) ** -0.5,
         temperature=None,
         query_norm=None,
         layers=tuple(
-            LayerReport(index, "unknown", claimed_position(config, index), None)
+            LayerReport(
+                index,
+                "unknown",
+                claimed_position(config, index),
+                None,
+                *layer_heads(config, index, None),
+                head_dim(config),
+            )
             for index in range(config.num_hidden_layers)
         ),
         fold=FoldReport(False, None, "the model does not support the attention seam", ()),
@@ -272,12 +287,19 @@ def _inspect_model(
         layers = probe(model)
     except FarspanError as error:  # off the attention interface: only the config is left
         return replace(from_config, warnings=(*warnings, str(error)))
-    reports = tuple(
-        LayerReport(
-            layer.index, layer.position, claimed_position(config, layer.index), layer.window
+    reports = tuple(_layer_report(layer, config, stands_in) for layer in layers)
+    by_index = {report.index: report for report in reports}
+    repeated = repeated_layers(config) if stands_in else {}
+    if repeated.keys() - by_index.keys():
+        reports += tuple(
+            replace(by_index[other], index=index, claimed=claimed_position(config, index))
+            for index, other in repeated.items()
+            if other in by_index and index not in by_index
         )
-        for layer in layers
-    )
+        warnings.append(
+            f"layers {MAX_LAYERS}–{config.num_hidden_layers - 1} were not run: each is described "
+            f"by a layer of its kind, a multiple of {REPEATS} before it"
+        )
     temperature, notes = describe_temperatures(model, layers, from_config.train_length)
     return replace(
         from_config,
@@ -289,6 +311,26 @@ def _inspect_model(
         fold=_fold_report(model, layers),
         warnings=(*warnings, *notes, *_disagreements(reports)),
     )
+
+
+def _check_heads(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The text config of a model with attention heads."""
+    text = config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        raise FarspanError(
+            f"a {text.model_type} model has no attention heads, so there is nothing to inspect; "
+            "give a transformer"
+        )
+    return text
+
+
+def _layer_report(layer: Layer, config: PreTrainedConfig, stands_in: bool) -> LayerReport:
+    """A small stand-in has other numbers of heads than its config."""
+    heads = (layer.heads, layer.kv_heads)
+    if stands_in:
+        heads = layer_heads(config, layer.index, layer.window)
+    claimed = claimed_position(config, layer.index)
+    return LayerReport(layer.index, layer.position, claimed, layer.window, *heads, layer.head_dim)
 
 
 def describe_temperatures(
@@ -325,7 +367,7 @@ def _config_warnings(config: PreTrainedConfig) -> list[str]:
 def _fold_report(model: PreTrainedModel, layers: list[Layer]) -> FoldReport:
     """Try different scales on every head; where that fails, try one scale for the layer."""
     indices = tuple(layer.index for layer in layers)
-    heads = layers[0].heads
+    heads = most_heads(layers)
     distinct = Scales(indices, torch.linspace(1.1, 1.9, heads).repeat(len(layers), 1))
     sites = find_sites(model, distinct)
     reasons: dict[str, list[int]] = {}

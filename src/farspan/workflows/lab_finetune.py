@@ -9,18 +9,18 @@ from pathlib import Path
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.errors import FarspanError
-from farspan.files import read_text, write_text
+from farspan.files import write_text
 from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
 from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
 from farspan.lab.study import count_by_length
 from farspan.lab.tasks import find_task
 from farspan.loading import check_source, resolve_device
 from farspan.progress import Progress, silent
-from farspan.recipe import apply_overrides, from_toml, to_toml
+from farspan.recipe import apply_overrides, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.train.loop import StepMetrics
-from farspan.train.pretrain import first_difference
+from farspan.train.pretrain import check_same_recipe
 
 RECIPE = "recipe.toml"
 
@@ -56,7 +56,7 @@ def finetune(
     folder = Path(out or Path("runs") / f"{Path(model).name}-{task}")
     device = resolve_device(device)
     check_source(model)
-    _check_same_run(config, folder)
+    check_same_recipe(config, folder, "fine-tuning")
     loaded, tokenizer, _ = load_with_begin_of_text(model, device=device)
     data = make_text_data(config, tokenizer)
     limit = max_positions(loaded.config, probe_or_none(loaded))
@@ -80,29 +80,6 @@ def finetune(
     )
     _write_result(config, result, device)
     return result
-
-
-def _check_same_run(config: FinetuneConfig, folder: Path) -> None:
-    """Refuse a folder that holds anything but a run of these settings."""
-    file = folder / RECIPE
-    if not file.exists():
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise FarspanError(
-                f"{folder} exists and holds no fine-tuning; choose another folder with -o"
-            )
-        return
-    try:
-        stored = from_toml(FinetuneConfig, read_text(file))
-    except FarspanError:
-        raise FarspanError(
-            f"{folder} holds no fine-tuning; choose another folder with -o"
-        ) from None
-    if difference := first_difference(stored, config):
-        key, stored_value, value = difference
-        raise FarspanError(
-            f"{folder} holds another run: {key} is {stored_value!r} there and {value!r} here; "
-            "choose another folder with -o"
-        )
 
 
 def _write_result(config: FinetuneConfig, result: FinetuneResult, device: str) -> None:

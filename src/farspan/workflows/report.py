@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ def report(
         )
     if out.suffix not in (".html", ".htm"):
         raise FarspanError(f"the report is an HTML page; end the file name {out} in .html")
-    runs = [
-        _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
-    ]
+    runs = read_runs(folders)
     script = _plotly()
     for run, folder in zip(runs, folders, strict=True):
         _check_record(run, folder)
@@ -46,6 +44,13 @@ def report(
     # A folder name may not be valid UTF-8.
     write_text(out, page(runs, script).encode("utf-8", "replace").decode("utf-8"))
     return out
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The records in folders of runs, under distinct names."""
+    return [
+        _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
+    ]
 
 
 def _check_record(run: Run, folder: str | Path) -> None:
@@ -89,7 +94,17 @@ def _read_run(folder: Path, name: str) -> Run:
         patch_json = read_json(folder / "patch.json")
         record = {**record, "method": patch_json.get("method")}
         scales = _scales(folder) if patch_json.get("scales") else {}
-    return Run(name, record, scales, _metrics(folder))
+    samples = list(read_samples(folder)) if record["command"] == "eval" else []
+    return Run(name, record, scales, _metrics(folder), samples)
+
+
+def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """The stored samples of an evaluation, with the model of each."""
+    for file in sorted((folder / "samples").glob("*.jsonl")):
+        for number, row in read_rows(file):
+            if not {"model", "eval", "task", "length"} <= row.keys():
+                raise CorruptError(f"{file}, line {number} is not a sample; repeat the run")
+            yield row
 
 
 def _scales(folder: Path) -> dict[int, list[float]]:

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention.building import small_model
 from farspan.attention.layout import length_dependent_rotation
-from farspan.attention.model_facts import config_train_length, small_model
+from farspan.attention.model_facts import config_train_length
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import probe
 from farspan.begin_of_text import load_with_begin_of_text
@@ -67,7 +68,7 @@ from farspan.report.style import save
 from farspan.train.loop import StepMetrics
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
-from farspan.workflows.evaluate import passkeys_in_training
+from farspan.workflows.eval_models import passkeys_in_training
 from farspan.workflows.pretrain import pretrain, read_recipe
 from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
 from farspan.workflows.reproduce_study import (

@@ -1,0 +1,111 @@
+"""Answers to prompts: greedy continuations by a loaded model or a server, and stored samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from farspan.batching import run_in_batches
+from farspan.evals.decoding import end_tokens, generate_tokens
+from farspan.evals.engine import Engine, Generated
+from farspan.evals.perplexity import rows_per_batch
+from farspan.evals.scores import EvalCell, Sample
+
+AROUND = 60  # characters kept before an answer in a prompt; twice as many from its start on
+AROUND_ANSWERS = 4
+
+
+def generate_texts(
+    model: Any,
+    tokenizer: Any,
+    rows: list[list[int]],
+    answer_tokens: int,
+    batch: int,
+    frame: tuple[str, str] | None = None,
+) -> list[Generated]:
+    """The greedy continuation of each of some equally long prompts.
+
+    frame: the text of a chat template in the prompts.
+    """
+    if isinstance(model, Engine):
+        return model.generate(rows, answer_tokens, frame)
+    end_ids = end_tokens(model, tokenizer)
+    predictions: list[str] = []
+
+    def run_batch(start: int, stop: int) -> None:
+        prompts = torch.tensor(rows[start:stop])
+        generated = generate_tokens(model, prompts, answer_tokens, end_ids=end_ids)
+        predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
+
+    length = len(rows[0]) + answer_tokens
+    run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
+    return [Generated(text, len(row)) for text, row in zip(predictions, rows, strict=True)]
+
+
+class Asked(Protocol):
+    """What a prompt asks for."""
+
+    @property
+    def depths(self) -> tuple[float, ...]: ...
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answers(self) -> tuple[str, ...]: ...
+
+
+def answer_samples(
+    cell: EvalCell,
+    prompts: Sequence[Asked],
+    texts: Sequence[str],
+    answers: Sequence[Generated],
+    answer_tokens: int,
+    score: Callable[[str, Sequence[str]], float],
+) -> list[Sample]:
+    """The stored samples of a cell: what was asked for, and what a model answered.
+
+    texts: the prompts, of which the text around the expected answers is kept.
+    """
+    return [
+        {
+            "eval": cell.eval,
+            "task": cell.task,
+            "length": cell.length,
+            "haystack": cell.settings["haystack"],
+            "id": number,
+            "depths": [round(depth, 4) for depth in prompt.depths],
+            "question": prompt.question.strip(),
+            "around": text_around(text, prompt.answers),
+            "prediction": answer.text,
+            "answers": list(prompt.answers),
+            "score": score(answer.text, prompt.answers),
+            "tokens": answer.tokens,
+            "answer_tokens": answer_tokens,
+        }
+        for number, (prompt, text, answer) in enumerate(zip(prompts, texts, answers, strict=True))
+    ]
+
+
+def text_around(text: str, answers: Sequence[str]) -> str:
+    """Where each answer first occurs in a prompt, with the words around it.
+
+    >>> text_around("It was late. The key is 42, they say. Good night.", ["42"])
+    'It was late. The key is 42, they say. Good night.'
+    """
+    spans: list[tuple[int, int]] = []
+    for start in sorted({text.find(answer) for answer in answers[:AROUND_ANSWERS]} - {-1}):
+        first, last = max(0, start - AROUND), min(len(text), start + 2 * AROUND)
+        if spans and first <= spans[-1][1]:
+            first, last = spans.pop()[0], last
+        spans.append((first, last))
+    pieces = [
+        "…" * (first > 0) + text[first:last] + "…" * (last < len(text)) for first, last in spans
+    ]
+    return " ".join(" ".join(pieces).split())
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,0 +1,99 @@
+"""Differences of two models on the same samples, which vary less than two separate scores."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farspan.evals.scores import average, bootstrap
+
+GroupKey = tuple[str, str, int]  # eval, task, length
+# By evaluation: the metric whose differences are paired, and what a score is multiplied by.
+SCALES = {"needle": 1.0, "ruler": 100.0, "longbench": 1.0, "nonliteral": 1.0}
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean difference of a model to a reference, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: float
+    weight: float = 1.0
+    document: Hashable = None
+
+
+def paired_differences(
+    samples: Iterable[Mapping[str, Any]], reference: Iterable[Mapping[str, Any]]
+) -> dict[GroupKey, PairedDifference]:
+    """By evaluation, task and length, over the samples that both have.
+
+    That of perplexity is a difference of losses, in nats. Averages over tasks are those of their
+    tasks.
+    """
+    own, other = _outcomes(samples), _outcomes(reference)
+    differences = {}
+    for key in own:
+        shared = [name for name in own[key] if name in other.get(key, {})]
+        if shared:
+            differences[key] = _difference(own[key], other[key], shared)
+    return differences
+
+
+def average_difference(parts: Sequence[PairedDifference]) -> PairedDifference:
+    mean = average([(part.value, part.low, part.high) for part in parts])
+    return PairedDifference(*mean, sum(part.pairs for part in parts))
+
+
+def _difference(
+    own: Mapping[Hashable, _Outcome], other: Mapping[Hashable, _Outcome], shared: list[Hashable]
+) -> PairedDifference:
+    values = [own[name].value - other[name].value for name in shared]
+    documents = [own[name].document for name in shared]
+    few = len(set(documents)) < 8  # as perplexity does: windows, where documents are few
+    mean = bootstrap(values, [own[name].weight for name in shared], None if few else documents)
+    return PairedDifference(*mean, len(shared))
+
+
+def _outcomes(samples: Iterable[Mapping[str, Any]]) -> dict[GroupKey, dict[Hashable, _Outcome]]:
+    """Every sample by what identifies its prompt; repeated prompts are numbered."""
+    groups: dict[GroupKey, dict[Hashable, _Outcome]] = {}
+    seen: Counter[Hashable] = Counter()
+    for sample in samples:
+        read = _read(sample)
+        if read is not None:
+            key = (sample["eval"], sample["task"], sample["length"])
+            name, outcome = read
+            seen[key, name] += 1
+            groups.setdefault(key, {})[name, seen[key, name]] = outcome
+    return groups
+
+
+def _read(sample: Mapping[str, Any]) -> tuple[Hashable, _Outcome] | None:
+    evaluation: Any = sample["eval"]
+    if evaluation == "passkey":
+        return (sample["depth"], sample["key"]), _Outcome(float(sample["hit"]))
+    if evaluation in SCALES:
+        name = (str(sample["id"]), sample.get("question", ""), tuple(sample["answers"]))
+        return name, _Outcome(SCALES[evaluation] * sample["score"])
+    if evaluation == "perplexity" and "nll" in sample and "losses" not in sample:
+        loss = sample["nll"] / sample["scored"]
+        if not math.isfinite(loss):
+            return None
+        name = (sample["document"], sample["end"], sample["scored"])
+        return name, _Outcome(loss, sample["scored"], sample["document"])
+    return None

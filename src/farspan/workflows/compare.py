@@ -1,0 +1,151 @@
+"""`farspan compare`: several results folders of `farspan eval` in one table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farspan.errors import FarspanError
+from farspan.evals.pairs import (
+    GroupKey,
+    PairedDifference,
+    average_difference,
+    paired_differences,
+)
+from farspan.files import write_text
+from farspan.report.comparison import ComparedScore, long_rows, markdown_table, table_rows
+from farspan.report.page import Run, scores_by_model
+from farspan.workflows.report import read_runs
+
+SUFFIXES = (".md", ".csv", ".json")
+UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """Every score of every run, with differences to the first run."""
+
+    reference: str
+    scores: tuple[ComparedScore, ...]
+    notes: tuple[str, ...]
+    file: Path
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "reference": self.reference,
+            "scores": [score.to_json() for score in self.scores],
+            "notes": list(self.notes),
+        }
+
+
+def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> CompareResult:
+    """Write one table of results folders; differences are to the first, on the same samples.
+
+    out: a .md, .csv or .json file; an existing one is replaced.
+    """
+    out = Path(out)
+    if out.suffix not in SUFFIXES or out.is_dir():
+        raise FarspanError(
+            f"{out} is not the name of a table; end it in one of {', '.join(SUFFIXES)}"
+        )
+    runs = read_runs(folders)
+    for run, folder in zip(runs, folders, strict=True):
+        if run.record["command"] != "eval":
+            raise FarspanError(
+                f"{folder} is a run of `farspan {run.record['command']}`; compare folders of "
+                "`farspan eval`"
+            )
+    samples = {name: group for run in runs for name, group in _samples(run).items()}
+    reference = runs[0].name
+    changes = {
+        name: paired_differences(group, samples[reference])
+        for name, group in samples.items()
+        if name != reference
+    }
+    scores = tuple(
+        ComparedScore(
+            name,
+            score["eval"],
+            score["tags"].get("task", score["eval"]),
+            score["metric"],
+            score["length"],
+            score["value"],
+            score["low"],
+            score["high"],
+            score["n"],
+            _change(score, changes.get(name, {})),
+        )
+        for name, group in scores_by_model(runs).items()
+        for score in group
+        if not score["tags"].get("detail")
+    )
+    result = CompareResult(reference, scores, tuple(_notes(reference, scores)), out)
+    _write(result)
+    return result
+
+
+def _samples(run: Run) -> dict[str, list[Mapping[str, Any]]]:
+    """By the names in the table: those of the run, and those of its baseline."""
+    named = {run.record.get("model"): run.name}
+    if baseline := run.record.get("vs"):
+        named[baseline["model"]] = baseline["model"]
+    groups: dict[str, list[Mapping[str, Any]]] = {name: [] for name in named.values()}
+    for sample in run.samples:
+        if sample["model"] in named:
+            groups[named[sample["model"]]].append(sample)
+    return groups
+
+
+def _change(
+    score: Mapping[str, Any], changes: Mapping[GroupKey, PairedDifference]
+) -> PairedDifference | None:
+    """The paired difference behind a score; that of an average is of its tasks."""
+    evaluation, task, length = score["eval"], score["tags"].get("task", ""), score["length"]
+    if score["metric"] in UNPAIRED:
+        return None
+    if task.startswith("average"):
+        parts = [
+            change for (of, _, at), change in changes.items() if (of, at) == (evaluation, length)
+        ]
+        complete = len(parts) == score["tags"].get("tasks")
+        return average_difference(parts) if complete else None
+    return changes.get((evaluation, task, length))
+
+
+def _notes(reference: str, scores: Sequence[ComparedScore]) -> list[str]:
+    notes = []
+    if any(score.difference for score in scores):
+        notes.append(
+            f"Δ: the difference to {reference} on the same samples, with its 95% interval; * if "
+            "that excludes 0."
+        )
+    for score in scores:
+        pairs = score.difference.pairs if score.difference else score.n
+        if score.metric != "ppl" and pairs < score.n:
+            notes.append(
+                f"{score.run} shares {pairs} of {score.n} samples of {score.task} at "
+                f"{score.length:,} tokens with {reference}."
+            )
+            break
+    others = {score.run for score in scores} - {s.run for s in scores if s.difference} - {reference}
+    for run in sorted(others):
+        notes.append(f"{run} shares no sample with {reference}, so it has no differences.")
+    return notes
+
+
+def _write(result: CompareResult) -> None:
+    if result.file.suffix == ".json":
+        text = json.dumps(result.to_json(), ensure_ascii=False, indent=1) + "\n"
+    elif result.file.suffix == ".csv":
+        buffer = io.StringIO()
+        header, rows = long_rows(result.scores)
+        csv.writer(buffer, lineterminator="\n").writerows([header, *rows])
+        text = buffer.getvalue()
+    else:
+        text = markdown_table(*table_rows(result.scores), result.notes)
+    write_text(result.file, text)

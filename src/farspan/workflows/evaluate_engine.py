@@ -1,0 +1,122 @@
+"""`farspan eval URL`: a model behind a server in the place of a loaded one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from farspan.begin_of_text import BeginOfText
+from farspan.data.tokens import DECISION
+from farspan.errors import FarspanError
+from farspan.evals.commonsense import Commonsense
+from farspan.evals.engine import Engine, EngineOptions
+from farspan.evals.engine_http import is_url
+from farspan.evals.perplexity import Perplexity
+from farspan.evals.scores import Eval, Sample
+from farspan.evals.suites import EvalConfig, EvalModel
+from farspan.loading import LoadOptions, base_source, find_patch, find_train_length, load_tokenizer
+from farspan.train.metadata import stated_begin_of_text
+from farspan.workflows.eval_models import passkeys_in_training
+
+EXACT = ("needle", "nonliteral", "ruler")  # evaluations of exact lengths
+WITH_SERVERS = "quick, perplexity, passkey, needle, nonliteral, ruler or longbench"
+
+
+def check_engine_options(sources: Sequence[object], options: EngineOptions) -> None:
+    """Refuse settings of a server where there is none."""
+    if not any(map(is_url, sources)):
+        for name in (each.name for each in fields(options)):
+            if getattr(options, name) != getattr(EngineOptions, name):
+                option = "--model" if name == "served_model" else f"--{name.replace('_', '-')}"
+                raise FarspanError(
+                    f"{option} {getattr(options, name)} is a setting of a server, and {sources[0]} "
+                    "is not a URL; remove it, or give a MODEL as http://localhost:8000/v1"
+                )
+
+
+def connect_eval_model(url: str, config: EvalConfig, bos: str, options: LoadOptions) -> EvalModel:
+    """A served model, with the tokenizer and the lengths of the MODEL behind --tokenizer."""
+    source = config.engine.tokenizer
+    if not source:
+        raise FarspanError(
+            f"the prompts for {url} need the tokenizer of its model; add --tokenizer PATH"
+        )
+    trust = options.get("trust_remote_code", False)
+    tokenizer: Any = served_tokenizer(source, trust)
+    begin = _begin_of_text(tokenizer, bos)
+    setattr(tokenizer, DECISION, bool(begin.ids))
+    engine = Engine.connect(url, tokenizer, config.engine)
+    engine.system = config.system_instruction
+    patch, length = find_patch(source), None
+    with suppress(FarspanError):  # a folder with nothing but a tokenizer
+        length = find_train_length(source, trust)
+    reach = patch.target if patch else length
+    return EvalModel(
+        url,
+        engine,
+        tokenizer,
+        length,
+        reach,
+        None,
+        passkeys_in_training(source),
+        engine.identity,
+        begin,
+    )
+
+
+def served_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a MODEL; that of a patch may be with its base."""
+    try:
+        return load_tokenizer(source, trust_remote_code)
+    except FarspanError:
+        if (patch := find_patch(source)) is None:
+            raise
+        return load_tokenizer(base_source(Path(source), patch), trust_remote_code)
+
+
+def _begin_of_text(tokenizer: Any, bos: str) -> BeginOfText:
+    """As farspan's rule decides, without losses."""
+    token = tokenizer.bos_token_id
+    if bos == "yes" and token is None:
+        raise FarspanError(
+            "--bos yes needs a begin-of-text token, and this tokenizer has none; remove it"
+        )
+    if bos != "auto":
+        return BeginOfText((token,) * (bos == "yes"), f"--bos {bos}")
+    stated, why = stated_begin_of_text(tokenizer)
+    return BeginOfText((token,) * bool(stated), why)
+
+
+def served_evaluations(
+    engine: Engine, evaluations: Sequence[Eval], suite: str
+) -> tuple[list[Eval], tuple[str, ...]]:
+    """The evaluations that a server can answer, and a note of what is left out."""
+    if any(isinstance(each, Commonsense) for each in evaluations):
+        raise FarspanError(
+            f"suite {suite} has commonsense tasks, which run on a loaded model only; choose "
+            f"{WITH_SERVERS}"
+        )
+    kept = [each for each in evaluations if not isinstance(each, Perplexity)]
+    if len(kept) == len(evaluations) or engine.loss_form:
+        return list(evaluations), ()
+    if not kept:
+        engine.losses([])  # refused, in its words
+    return kept, (
+        f"the server at {engine.client.url} returns no log-probabilities of prompts, so "
+        "perplexity is left out",
+    )
+
+
+def token_notes(model: EvalModel, samples: Sequence[Sequence[Sample]]) -> tuple[str, ...]:
+    """Prompts as text may have other numbers of tokens for the server."""
+    exact = [each for group in samples for each in group if each["eval"] in EXACT]
+    changes = [each["tokens"] + each["answer_tokens"] - each["length"] for each in exact]
+    if not isinstance(model.model, Engine) or not any(changes):
+        return ()
+    return (
+        f"the server takes prompts as text, and counts {min(changes):+d} to {max(changes):+d} "
+        "tokens of difference to the exact lengths",
+    )

@@ -1,0 +1,159 @@
+"""`farspan check` says whether an engine computes the model, its base, or something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import farspan
+from engine_server import EngineServer
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.scales import Scales
+from farspan.cli import app
+from farspan.errors import FarspanError
+from farspan.evals.agreement import Agreement, Continuation, compare_continuations, compare_losses
+from farspan.workflows.check import CheckResult, _sure_tokens
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LENGTH = 640
+
+
+@pytest.fixture(scope="module")
+def patch(tmp_path_factory):
+    """YaRN and scales for each head, on a bundled model."""
+    generator = torch.Generator().manual_seed(3)
+    scales = Scales(tuple(range(6)), 1 + 0.6 * torch.rand(6, 8, generator=generator))
+    model = farspan.load("rope-twin").model
+    patch = Patch("test", fingerprint(model), 2048, 512, rope=YARN, scales=scales, name="rope-twin")
+    return patch.save(tmp_path_factory.mktemp("patch") / "patch")
+
+
+@pytest.fixture(scope="module")
+def stock(patch):
+    farspan.export(patch, patch.parent / "stock", "stock")
+    return patch.parent / "stock"
+
+
+def changed_config(stock, folder, **rope):
+    """A copy of a stock export with other rope parameters in its config."""
+    shutil.copytree(stock, folder)
+    config = json.loads((folder / "config.json").read_text())
+    theta = config["rope_parameters"]["rope_theta"]
+    config["rope_parameters"] = (
+        {**config["rope_parameters"], **rope}
+        if rope
+        else {
+            "rope_type": "default",
+            "rope_theta": theta,
+        }
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_live_load_and_every_export_are_equal(patch, stock, tmp_path):
+    farspan.export(patch, tmp_path / "folded", "folded")
+    for engine in (patch, stock, tmp_path / "folded"):
+        result = farspan.check(patch, engine, length=LENGTH)
+        assert result.agreement.verdict == "equal", engine
+        assert result.agreement.difference < 1e-3
+        assert "it applies the patch" in result.sentence
+
+
+def test_the_base_model_is_recognized(patch):
+    result = farspan.check(patch, "rope-twin", length=LENGTH)
+    assert result.agreement == Agreement("base", None, 0.0, result.agreement.tolerance)
+    assert "it ignores the extension" in result.sentence
+
+
+def test_a_config_without_its_scaling_is_noticed(patch, stock, tmp_path):
+    """The folded scales are still there, so it is neither the model nor its base."""
+    dropped = changed_config(stock, tmp_path / "dropped")
+    result = farspan.check(patch, dropped, length=LENGTH)
+    assert (result.agreement.verdict, result.holds) == ("different", False)
+    yarn_only = tmp_path / "yarn"
+    model = farspan.load("rope-twin").model
+    Patch("test", fingerprint(model), 2048, 512, rope=YARN, name="rope-twin").save(yarn_only)
+    farspan.export(yarn_only, tmp_path / "yarn-stock", "stock")
+    ignored = changed_config(tmp_path / "yarn-stock", tmp_path / "ignored")
+    assert farspan.check(yarn_only, ignored, length=LENGTH).agreement.verdict == "base"
+
+
+def test_the_command_exits_with_3_and_one_sentence(patch, stock, tmp_path, monkeypatch, capsys):
+    runner = CliRunner()
+    arguments = ["check", str(patch), "--length", str(LENGTH), "--engine"]
+    result = runner.invoke(app, [*arguments, str(stock)])
+    assert result.exit_code == 0
+    assert result.output.startswith("the log-probabilities of")
+    result = runner.invoke(app, [*arguments, "rope-twin", "--json"])
+    assert result.exception.exit_code == 3
+    content = json.loads(result.output)
+    assert (content["holds"], content["agreement"]["verdict"]) == (False, "base")
+
+
+@pytest.mark.parametrize("source", ["patch", "base"])
+@pytest.mark.parametrize("losses", ["prompt_logprobs", ""])
+def test_servers_with_and_without_log_probabilities(losses, source, patch):
+    """The server wraps the live model, or its base; it is asked for losses or continuations."""
+    model, tokenizer = farspan.load(patch if source == "patch" else "rope-twin")
+    server = EngineServer(tokenizer, model.float(), losses)
+    result = farspan.check(patch, server.url, length=256)
+    server.close()
+    assert result.agreement.verdict == ("equal" if source == "patch" else "base")
+    assert result.by == ("log-probabilities" if losses else "greedy continuations")
+    assert ("it returns no log-probabilities of prompts" in result.sentence) == (not losses)
+
+
+@pytest.mark.long
+def test_llama_cpp_runs_a_gguf_file(patch, tmp_path):
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    farspan.export(patch, tmp_path / "gguf", "gguf")
+    result = farspan.check(patch, tmp_path / "gguf" / "model.gguf", length=256)
+    assert (result.agreement.verdict, result.by) == ("equal", "greedy continuations")
+
+
+def test_a_difference_starts_at_a_position():
+    here, base = [1.0] * 200, [1.0] * 100 + [2.0] * 100
+    assert compare_losses(here, here, base).verdict == "equal"
+    assert compare_losses(base, here, base).verdict == "base"
+    engine = [1.0] * 150 + [3.0] * 50
+    assert compare_losses(engine, here, base) == Agreement("different", 152, 2.0, 0.05)
+    assert compare_losses(engine, here, tolerance=2.5).verdict == "equal"
+    weak = [1.0] * 199 + [1.2]
+    assert compare_losses(weak, here, weak).verdict == "base", "the tolerance follows the effect"
+
+
+def test_a_patch_without_effect_is_refused():
+    with pytest.raises(FarspanError, match="its effect cannot be checked; use a longer --length"):
+        compare_losses([1.0] * 9, [1.0] * 9, [1.0001] * 9)
+    same = [Continuation(8, " a b")]
+    with pytest.raises(FarspanError, match="are the same at these lengths"):
+        compare_continuations([" a b c"], same, same)
+
+
+def test_continuations_are_compared_as_far_as_they_are_sure():
+    here = [Continuation(8, " a b"), Continuation(16, " c")]
+    base = [Continuation(8, " a b"), Continuation(16, " d")]
+    assert compare_continuations(["a b x", " c d"], here, base) == Agreement("equal")
+    assert compare_continuations([" a b x", " d d"], here, base) == Agreement("base")
+    assert compare_continuations([" a b x", " e d"], here, base) == Agreement("different", 16)
+    assert compare_continuations([" a x", " c"], here) == Agreement("different", 8)
+    assert _sure_tokens(torch.tensor([[1.0, 3.0], [2.0, 2.05], [9.0, 1.0]])) == 1
+
+
+def test_the_sentence_names_the_position():
+    agreement = Agreement("different", 513, 2, 0.05)
+    sentence = CheckResult("m", "e", "log-probabilities", 640, agreement, True).sentence
+    assert "differ from those of m from position 513 on, to 2 nats (allowed 0.05)" in sentence
+
+
+def test_the_engine_must_exist(patch, tmp_path):
+    with pytest.raises(FarspanError, match="is neither a folder nor a hub id"):
+        farspan.check(patch, tmp_path / "absent")
+    with pytest.raises(FarspanError, match="does not exist; check the path"):
+        farspan.check(patch, tmp_path / "absent.gguf")

@@ -1,0 +1,162 @@
+"""`farspan compare`: one table of results, with differences on the same samples."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from farspan.cli import app
+from farspan.errors import CorruptError, FarspanError
+from farspan.evals.needle import Needle
+from farspan.evals.pairs import paired_differences
+from farspan.evals.passkey import Passkey
+from farspan.evals.results import EvalResult
+from farspan.workflows.compare import compare
+from farspan.workflows.evaluate import _write
+
+
+def needles(hits: list[int], length: int = 256, tasks=("single", "multi-key")) -> list[dict]:
+    return [
+        {
+            "eval": "needle",
+            "task": task,
+            "length": length,
+            "haystack": "filler",
+            "id": number,
+            "question": "The magic number is:",
+            "answers": [str(1000 + number)],
+            "prediction": "",
+            "score": float(hit),
+        }
+        for task in tasks
+        for number, hit in enumerate(hits)
+    ]
+
+
+def passkeys(hits: list[int]) -> list[dict]:
+    sample = {"eval": "passkey", "task": "passkey", "length": 256, "depth": 0.5, "said": ""}
+    return [{**sample, "key": 11 * number, "hit": bool(hit)} for number, hit in enumerate(hits)]
+
+
+def results(folder, samples: list[dict], model: str = "model", baseline: list[dict] | None = None):
+    """A results folder as `farspan eval` writes it."""
+    (folder / "cells").mkdir(parents=True)
+    measured = {model: [samples]} | ({"base": [baseline]} if baseline else {})
+    scores = {
+        name: tuple(
+            Needle((256,)).score(group)
+            if group[0]["eval"] == "needle"
+            else Passkey((256,)).score(group)
+        )
+        for name, (group,) in measured.items()
+    }
+    result = EvalResult(
+        model,
+        samples[0]["eval"],
+        scores[model],
+        folder,
+        "base" if baseline else None,
+        scores.get("base", ()),
+    )
+    _write(result, measured, {"seed": 0})
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    first = results(tmp_path / "rope", needles([1, 0, 0, 0, 0, 0, 0, 0, 0, 0]))
+    second = results(tmp_path / "yarn", needles([1, 1, 1, 1, 1, 1, 1, 1, 1, 0]))
+    return [first, second]
+
+
+def test_differences_are_those_of_the_same_samples(runs, tmp_path):
+    result = compare(runs, tmp_path / "table.md")
+    (change,) = (
+        score.difference
+        for score in result.scores
+        if (score.run, score.task, score.metric) == ("yarn", "single", "recall")
+    )
+    assert change.value == pytest.approx(0.8)
+    assert 0.3 < change.low < change.value < change.high < 1.3
+    assert change.pairs == 10
+    assert change.clear
+    average = [
+        s for s in result.scores if (s.run, s.task, s.metric) == ("yarn", "average", "recall")
+    ]
+    assert average[0].difference.value == pytest.approx(0.8)
+    assert average[0].difference.high - average[0].difference.low < change.high - change.low
+    assert not any(score.difference for score in result.scores if score.run == "rope")
+
+
+def test_the_table_has_runs_by_lengths(runs, tmp_path):
+    longer = needles([1] * 5) + needles([0] * 5, 512)
+    result = compare([*runs, results(tmp_path / "none", longer)], tmp_path / "table.md")
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[0] == "| measure | run | 256 | 512 |"
+    single = lines.index(next(line for line in lines if "needle single recall" in line))
+    assert [line.split(" | ")[1] for line in lines[single : single + 5]] == [
+        "rope",
+        "yarn",
+        "Δ yarn",
+        "none",
+        "Δ none",
+    ]
+    assert "+0.800 [" in lines[single + 2]
+    assert lines[single + 2].count("*") == 1
+    assert "Δ: the difference to rope on the same samples" in result.notes[0]
+
+
+def test_fewer_shared_samples_are_noted(runs, tmp_path):
+    other = results(tmp_path / "other", needles([1] * 12))
+    notes = compare([runs[0], other], tmp_path / "table.md").notes
+    assert "other shares 10 of 12 samples of single at 256 tokens with rope." in notes
+    keys = results(tmp_path / "keys", passkeys([1, 0]))
+    notes = compare([runs[0], keys], tmp_path / "table.md").notes
+    assert "keys shares no sample with rope, so it has no differences." in notes
+
+
+def test_a_baseline_is_a_run_of_its_own(tmp_path):
+    folder = results(tmp_path / "out", passkeys([1, 1, 1]), baseline=passkeys([1, 0, 1]))
+    result = compare([folder], tmp_path / "table.csv")
+    change = {score.run: score.difference for score in result.scores}
+    assert change["out"] is None
+    assert change["base"].value == pytest.approx(-1 / 3)
+    with (tmp_path / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["out", "base"]
+    assert float(rows[1]["difference"]) == pytest.approx(-1 / 3)
+
+
+def test_losses_are_weighted_by_their_tokens():
+    window = {"eval": "perplexity", "task": "t", "length": 64, "document": "d", "start": 0}
+    first, second = {**window, "end": 64, "scored": 10}, {**window, "end": 94, "scored": 30}
+    own = [{**first, "nll": 20.0}, {**second, "nll": 30.0}]
+    other = [{**first, "nll": 10.0}, {**second, "nll": 30.0}]
+    assert paired_differences(own, other)["perplexity", "t", 64].value == pytest.approx(0.25)
+
+
+def test_the_command_prints_and_writes(runs, tmp_path):
+    arguments = ["compare", *map(str, runs), "-o", str(tmp_path / "table.json")]
+    printed = CliRunner().invoke(app, arguments).output
+    assert "Δ yarn" in printed
+    content = json.loads((tmp_path / "table.json").read_text())
+    assert content["reference"] == "rope"
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output) == content
+
+
+def test_other_folders_and_names_are_refused(runs, tmp_path):
+    with pytest.raises(FarspanError, match="is not the name of a table; end it in one of .md"):
+        compare(runs, tmp_path / "table.html")
+    with pytest.raises(FarspanError, match="was not found"):
+        compare([tmp_path / "absent"], tmp_path / "table.md")
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "record.json").write_text('{"command": "lab run"}')
+    with pytest.raises(FarspanError, match="is a run of `farspan lab run`"):
+        compare([tmp_path / "lab"], tmp_path / "table.md")
+    (runs[0] / "samples" / "needle.jsonl").write_text('{"eval": 1}\n')
+    with pytest.raises(CorruptError, match="line 1 is not a sample"):
+        compare(runs, tmp_path / "table.md")
+    assert not (tmp_path / "table.md").exists()

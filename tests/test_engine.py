@@ -1,0 +1,418 @@
+"""Evaluations of a served model: the numbers of the loaded one, and every failure in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import time
+
+import pytest
+
+import farspan
+from engine_server import MODEL, EngineServer, error, fails_after, slow
+from farspan.bundled import BUNDLED_MODELS
+from farspan.cli import main
+from farspan.data.passkey import FILLER, TASK
+from farspan.data.tokens import DECISION
+from farspan.errors import FarspanError
+from farspan.evals import engine_http
+from farspan.evals.engine import Engine, EngineOptions, prompt_losses, without_frame
+from farspan.evals.needle import Needle
+from farspan.evals.passkey import Passkey
+from farspan.workflows import evaluate as evaluate_workflow
+
+KEY = "sk-a-key-that-nobody-may-read"
+TWIN = str(BUNDLED_MODELS / "nope-twin")
+
+
+@pytest.fixture(autouse=True)
+def _only_loopback(monkeypatch):
+    """No request leaves this machine, no attempt waits long, and nothing is drawn."""
+    connect = socket.socket.connect
+
+    def checked(self, address):
+        assert address[0] in ("127.0.0.1", "::1", "localhost"), address
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", checked)
+    monkeypatch.setattr(engine_http, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(evaluate_workflow.figures, "evaluation_figures", lambda result: {})
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def twin():
+    model, tokenizer = farspan.load("nope-twin")
+    return model.float(), tokenizer
+
+
+@pytest.fixture
+def server(twin):
+    """It answers what a text hides, without a model."""
+    server = EngineServer(twin[1])
+    yield server
+    server.close()
+
+
+def run(monkeypatch, capsys, url: str, out, *options: str) -> tuple[int, str]:
+    """The exit code of `farspan eval`, and what it prints."""
+    arguments = ["farspan", "eval", url, "-o", str(out), "--model", MODEL, "--tokenizer", TWIN]
+    arguments += [*options, "--lengths", "256"] if "--lengths" not in options else options
+    monkeypatch.setattr("sys.argv", arguments)
+    try:
+        main()
+        code = 0
+    except SystemExit as exit:
+        code = int(exit.code or 0)
+    printed = capsys.readouterr()
+    return code, " ".join((printed.out + printed.err).split())
+
+
+def scores(out) -> dict:
+    record = json.loads((out / "record.json").read_text())
+    return {(s["metric"], s["tags"]["task"], s["length"]): s for s in record["scores"]}
+
+
+NEEDLES = ("--suite", "needle", "--limit", "3")
+
+
+def test_a_served_model_is_measured_by_its_answers(server, tmp_path, monkeypatch, capsys):
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 0, printed
+    measured = scores(tmp_path / "out")
+    assert measured["recall", "single", 256]["value"] == 1
+    assert measured["recall", "multi-query", 256]["value"] == 0.25, "it says one of four numbers"
+    lengths = {len(body["prompt"]) + body["max_tokens"] for body in server.requests[2:]}
+    assert lengths == {256}
+    assert server.keys == {f"Bearer {KEY}"}
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert len(files) > 15
+    assert not [file for file in files if KEY.encode() in file.read_bytes()]
+
+
+def test_prompts_are_text_where_a_server_takes_no_tokens(server, tmp_path, monkeypatch, capsys):
+    server.takes_tokens = False
+    code, _ = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 0
+    assert all(isinstance(body["prompt"], str) for body in server.requests[2:])
+    assert scores(tmp_path / "out")["recall", "single", 256]["value"] == 1
+
+
+def test_messages_to_a_chat_model(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Passkey, "cells", _first_cells(Passkey.cells, 2))
+    options = ("--api", "chat", "--suite", "passkey", "--lengths", "256")
+    code, _ = run(monkeypatch, capsys, server.url, tmp_path / "out", *options)
+    assert code == 0
+    assert all([m["role"] for m in body["messages"]] == ["user"] for body in server.requests)
+    assert scores(tmp_path / "out")["passkey", "passkey", 256]["value"] == 1
+    assert len(server.requests) == 20
+
+
+FAULTS = {
+    "killed": ((0, b""), 75, "cannot be reached"),
+    "status 500": (error(500, "CUDA error"), 75, "fails (status 500: 'CUDA error'; 2 attempts)"),
+    "garbage": ((200, b"<html>gateway</html>"), 4, "not a JSON object: '<html>gateway</html>'"),
+    "other JSON": ((200, b'{"choices": []}'), 4, "is not in the form of OpenAI's API"),
+    "no text": ((200, b'{"choices": [[]], "usage": {}}'), 4, "is not in the form of OpenAI's API"),
+    "nested": ((200, b"[" * 100_000), 4, "not a JSON object"),
+    "too long": (error(400, "maximum context length is 99"), 2, "refuses a prompt as too long"),
+    "no key": (error(401, f"wrong key {KEY}"), 2, "refuses the key (status 401: 'wrong key …')"),
+    "odd": (error(422, "no such field"), 2, "refuses a request (status 422: 'no such field')"),
+}
+
+
+def test_a_reply_without_counts_is_taken(server, tmp_path, monkeypatch, capsys):
+    server.fault = lambda number, body: (200, b'{"choices": [{"text": null}], "usage": []}')
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 0, printed
+    assert scores(tmp_path / "out")["recall", "single", 256]["value"] == 0
+
+
+@pytest.mark.parametrize("key", ["sk-\u00e9t\u00e9", "sk a"])
+def test_a_broken_key_is_not_printed(key, server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 2
+    assert "has characters that no key has; set it again" in printed
+    assert key not in printed
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_is_one_sentence_and_loses_nothing(fault, server, tmp_path, monkeypatch, capsys):
+    """The server fails after some answers; the same command asks only for the others."""
+    answer, expected_code, sentence = FAULTS[fault]
+    out, asked = tmp_path / "out", 15  # and two requests that find out what the server takes
+    server.fault = fails_after(9, answer)
+    options = (*NEEDLES, "--max-retries", "1", "--num-concurrent", "2")
+    code, printed = run(monkeypatch, capsys, server.url, out, *options)
+    assert (code, printed.count("error ")) == (expected_code, 1), printed
+    assert sentence in printed
+    assert KEY not in printed
+    assert not (out / "record.json").exists()
+    kept = len(list((out / "answers" / "cells").glob("*.json")))
+    assert kept == 7
+    server.fault, server.requests[:] = lambda number, body: None, []
+    assert run(monkeypatch, capsys, server.url, out, *options)[0] == 0
+    assert len(server.requests) == 2 + asked - kept
+    assert scores(out)["recall", "single", 256]["value"] == 1
+
+
+def test_a_slow_server_and_a_stopped_one(server, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    server.fault = slow(1.0)
+    code, printed = run(
+        monkeypatch, capsys, server.url, out, *NEEDLES, "--timeout", "0.2", "--max-retries", "0"
+    )
+    assert code == 75
+    assert "did not answer within 0.2 seconds (1 attempt)" in printed
+    server.close()
+    code, printed = run(monkeypatch, capsys, server.url, out, *NEEDLES, "--max-retries", "1")
+    assert code == 75
+    assert "cannot be reached" in printed
+    assert "rerun the same command" in printed
+
+
+def test_failures_that_pass_are_waited_for(server, tmp_path, monkeypatch, capsys):
+    failing = iter([error(503, "loading"), error(429, "slow down")])
+    server.fault = lambda number, body: next(failing, None)
+    assert run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)[0] == 0
+
+
+def test_a_wrong_model_name_lists_the_served_ones(server, tmp_path, monkeypatch, capsys):
+    options = (*NEEDLES, "--model", "serve")
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *options)
+    assert code == 2
+    assert "has no model 'serve'" in printed
+    assert "with --model, did you mean served?" in printed
+
+
+def test_a_prompt_that_a_server_cuts_is_refused(server, tmp_path, monkeypatch, capsys):
+    """As a server does that takes the end of what is too long."""
+    whole = server.answer
+
+    def cut(number, body):
+        prompt = body["prompt"]
+        return whole(number, {**body, "prompt": prompt[-100:] if len(prompt) > 200 else prompt})
+
+    server.answer = cut
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert code == 2
+    assert "read 100 tokens of a prompt of" in printed
+
+
+REFUSED = {
+    "--tokenizer": (("--tokenizer", ""), "add --tokenizer PATH"),
+    "another tokenizer": ((), "give the tokenizer of the served model"),
+    "commonsense": (("--suite", "commonsense"), "run on a loaded model only"),
+    "perplexity": (("--suite", "perplexity"), "returns no log-probabilities of prompts"),
+    "beams": (("--suite", "longbench", "--beams", "2"), "a server decodes greedily"),
+    "--api": (("--api", "chats"), "did you mean chat?"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_refused(case, server, tmp_path, monkeypatch, capsys):
+    options, sentence = REFUSED[case]
+    if case == "another tokenizer":
+        server._encode = lambda text: [1] * 5
+    if case == "beams":
+        row = {"dataset": "trec", "prompt": "Type:", "gold": ["a"], "idx": 0}
+        (tmp_path / "bench.jsonl").write_text(json.dumps(row))
+        options = (*options, "--data", f"longbench={tmp_path / 'bench.jsonl'}")
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *options)
+    assert code == 2
+    assert sentence in printed
+    assert not (tmp_path / "out" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "sentence"),
+    [
+        (f"http://user:{KEY}@localhost/v1", {}, "not the plain URL of a server"),
+        (f"http://localhost/v1?key={KEY}", {}, "not the plain URL of a server"),
+        ("http://localhost:99999999/v1", {}, "not the plain URL of a server"),
+        ("http://[::1/v1", {}, "not the plain URL of a server"),
+        ("nope-twin", {"timeout": 5.0}, "--timeout 5.0 is a setting of a server"),
+        ("nope-twin", {"served_model": "x"}, "--model x is a setting of a server"),
+        ("http://localhost:1/v1", {"num_concurrent": 0}, "--num-concurrent is 0; use 1 or more"),
+    ],
+)
+def test_settings_are_checked(model, settings, sentence, tmp_path):
+    options = EngineOptions(**({"tokenizer": TWIN} if "http" in model else {}), **settings)
+    with pytest.raises(FarspanError, match=sentence) as refused:
+        farspan.evaluate(model, "needle", tmp_path / "out", lengths=[256], engine=options)
+    assert KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["prompt_logprobs", "echo"])
+def test_perplexity_by_log_probabilities_of_the_prompt(form, twin, tmp_path):
+    """In vLLM's documented form, and in that of servers that echo a prompt; recorded, not run."""
+    model, tokenizer = twin
+    server = EngineServer(tokenizer, model, form)
+    (tmp_path / "text.txt").write_text(TASK + FILLER * 30)
+    settings = {"lengths": [64, 128], "windows": 2, "data": tmp_path / "text.txt"}
+    options = EngineOptions(MODEL, TWIN)
+    served = farspan.evaluate(server.url, "perplexity", tmp_path / "a", engine=options, **settings)
+    server.close()
+    here = farspan.evaluate("nope-twin", "perplexity", tmp_path / "b", **settings)
+    assert [score.value for score in served.scores] == pytest.approx(
+        [score.value for score in here.scores], rel=1e-4
+    )
+    assert len(served.scores) > 30, "two perplexities, and the loss by position"
+
+
+def test_quick_leaves_perplexity_out_where_there_are_no_losses(server, tmp_path):
+    options = EngineOptions(MODEL, TWIN)
+    result = farspan.evaluate(server.url, "quick", tmp_path / "a", engine=options, lengths=[256])
+    assert {score.eval for score in result.scores} == {"passkey"}
+    assert "so perplexity is left out" in result.notes[0]
+
+
+def test_a_reply_with_too_few_losses_is_refused():
+    reply = {"prompt_logprobs": [None, {"5": {"logprob": -2}}]}
+    assert prompt_losses("prompt_logprobs", reply, [4, 5]) == [2.0]
+    with pytest.raises(KeyError):
+        prompt_losses("prompt_logprobs", reply, [4, 6])
+    with pytest.raises(ValueError, match="1 finite log-probabilities of 3 tokens"):
+        prompt_losses("echo", {"logprobs": {"token_logprobs": [None, -1.0]}}, [4, 5, 6])
+
+
+def test_a_template_that_does_not_decode_is_refused():
+    with pytest.raises(FarspanError, match="does not decode its own chat template"):
+        without_frame("something else", ("<user>", "<end>"))
+
+
+def check_within_interval(served, here) -> None:
+    """Each score of the served model is in the interval of the loaded one."""
+    loaded = {score.key: score for score in here.scores if not score.tags.get("detail")}
+    compared = [score for score in served.scores if score.key in loaded]
+    assert len(compared) == len(loaded) > 0
+    for score in compared:
+        assert loaded[score.key].low <= score.value <= loaded[score.key].high, score.key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["transformers serve", "llama.cpp"])
+def test_a_served_bundled_model_scores_as_the_loaded_one(engine, tmp_path, monkeypatch):
+    """On passkeys and needles, by real servers, one that takes text and one that takes tokens."""
+    format, start = {"transformers serve": ("stock", _transformers), "llama.cpp": ("gguf", _llama)}[
+        engine
+    ]
+    farspan.export("nope-twin", tmp_path / format, format)
+    same: list[float] = []
+    name, url, stop = start(tmp_path / format)
+    try:
+        for evaluation in (Passkey, Needle):
+            monkeypatch.setattr(evaluation, "cells", _first_cells(evaluation.cells, 1))
+        for suite, settings in (("passkey", {}), ("needle", {"limit": 5})):
+            settings |= {"lengths": [256]}
+            options = EngineOptions(name, TWIN)
+            out = tmp_path / suite
+            served = farspan.evaluate(url, suite, out, engine=options, **settings)
+            here = farspan.evaluate("nope-twin", suite, tmp_path / f"{suite}-here", **settings)
+            check_within_interval(served, here)
+            same.append(same_answers(out, tmp_path / f"{suite}-here"))
+    finally:
+        stop()
+    assert same[0] == 1, "every key"
+    assert same[1] >= 0.8, "a bundled model names no number, so its words are compared"
+
+
+def same_answers(*folders) -> float:
+    """The share of samples with the same answer in two results folders."""
+    texts = []
+    for folder in folders:
+        (file,) = (folder / "samples").glob("*.jsonl")
+        samples = map(json.loads, file.read_text().splitlines())
+        texts.append([sample.get("prediction", sample.get("said")) for sample in samples])
+    return sum(map(str.__eq__, *texts)) / len(texts[0])
+
+
+def _first_cells(cells, count):
+    return lambda self: cells(self)[:count]
+
+
+def _transformers(folder):
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("fastapi")
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = Serve(str(folder), host="127.0.0.1", port=port, device="cpu", non_blocking=True)
+    while not server.server.started:
+        time.sleep(0.01)
+    return str(folder), f"http://127.0.0.1:{port}/v1", server.kill_server
+
+
+def _llama(folder):
+    xllamacpp = pytest.importorskip("xllamacpp")
+    settings = xllamacpp.CommonParams()
+    settings.model.path = str(folder / "model.gguf")
+    settings.n_gpu_layers, settings.cpuparams.n_threads, settings.warmup = 0, 1, False
+    settings.verbosity = -1
+    server = xllamacpp.Server(settings)
+    return "", f"{server.listening_address}/v1", lambda: server and None  # it lives as long
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '' if enable_thinking else '\n' }}{% endif %}"
+)
+
+
+def test_ruler_in_a_chat_leaves_the_template_to_the_server(server, twin, tmp_path):
+    """The message has the prompt and the start of the answer; the template is counted, not sent."""
+    tokenizer = copy.deepcopy(twin[1])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    settings = {"tasks": ("niah_single_1",), "lengths": [1024], "limit": 2}
+    settings |= {"apply_chat_template": True, "system_instruction": "Be brief."}
+    options = EngineOptions(MODEL, str(tmp_path / "tokenizer"), "chat")
+    result = farspan.evaluate(server.url, "ruler", tmp_path / "out", engine=options, **settings)
+    assert result.scores[0].value == 100
+    for body in server.requests:
+        system, user = body["messages"]
+        assert system == {"role": "system", "content": "Be brief."}
+        assert user["content"].startswith("A special magic number is hidden within")
+        assert user["content"].endswith("mentioned in the provided text is")
+        assert "<|" not in user["content"]
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "tokens of difference to the exact lengths" in result.notes[-1]
+
+
+@pytest.mark.parametrize(("adds_begin", "begins"), [(True, False), (False, True)])
+def test_a_begin_of_text_token_is_in_a_text_once(adds_begin, begins, twin):
+    """A server that adds it gets a text without it."""
+    tokenizer = copy.deepcopy(twin[1])
+    setattr(tokenizer, DECISION, True)
+    client = engine_http.EngineClient("http://localhost:1/v1")
+    engine = Engine(client, tokenizer, MODEL, "completions", False, adds_begin)
+    text = engine._prompt([tokenizer.bos_token_id, *tokenizer("The sky")["input_ids"]])
+    assert text == tokenizer.bos_token * begins + "The sky"
+
+
+def test_the_only_model_needs_no_name(server, tmp_path):
+    options = EngineOptions(tokenizer=TWIN)
+    farspan.evaluate(server.url, "needle", tmp_path / "out", engine=options, lengths=[256], limit=1)
+    assert {body["model"] for body in server.requests} == {MODEL}
+
+
+def test_longbench_asks_a_server_and_cuts_after_a_line(server, tmp_path):
+    """samsum ends with its first line; triviaqa keeps all that the server says."""
+    rows = [
+        {"dataset": task, "prompt": f"The sky is {task}.", "gold": ["blue sky"], "idx": 0}
+        for task in ("samsum", "triviaqa")
+    ]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    server._text = lambda ids, count: "\nblue sky\nand more"
+    options = EngineOptions(MODEL, TWIN)
+    data = {"longbench": tmp_path / "bench.jsonl"}
+    farspan.evaluate(
+        server.url, "longbench", tmp_path / "out", engine=options, lengths=[512], data=data
+    )
+    samples = (tmp_path / "out" / "samples" / "longbench.jsonl").read_text().splitlines()
+    predictions = {s["task"]: s["prediction"] for s in map(json.loads, samples)}
+    assert predictions == {"samsum": "\nblue sky", "triviaqa": "\nblue sky\nand more"}

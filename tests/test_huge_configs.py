@@ -1,0 +1,126 @@
+"""Configs of any size are inspected in seconds and little memory, and as the whole model is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import transformers as hf
+
+import farspan
+from families import SHAPE
+from farspan.attention import building
+from farspan.workflows import inspect as inspect_workflow
+
+LLAMA_405B = dict(
+    hidden_size=16_384,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+    num_key_value_heads=8,
+    intermediate_size=53_248,
+    vocab_size=128_256,
+    max_position_embeddings=131_072,
+    dtype="bfloat16",
+)
+SCRIPT = """
+import json, resource, sys
+import farspan
+inspection = farspan.inspect(sys.argv[1])
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({
+    "seconds": usage.ru_utime + usage.ru_stime,
+    "gib": usage.ru_maxrss / 2**20,
+    "parameters": inspection.parameters,
+    "layers": len(inspection.layers),
+    "positions": sorted({layer.position for layer in inspection.layers}),
+}))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "values", "parameters", "layers"),
+    [
+        ("llama", LLAMA_405B, 405_853_388_800, 126),
+        ("inkling_text", {"log_scaling_n_floor": 128_000}, 975_340_270_146, 66),
+    ],
+    ids=["llama-405b", "inkling"],
+)
+def test_huge_configs_take_seconds_and_little_memory(
+    family: str, values: dict, parameters: int, layers: int, tmp_path
+):
+    """Of processor time, with all imports: other processes do not count."""
+    if family not in hf.CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers lacks {family}")
+    hf.CONFIG_MAPPING[family](**values).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout)
+    assert (measured["parameters"], measured["layers"]) == (parameters, layers)
+    assert measured["positions"] == (["rope"] if family == "llama" else ["unknown"])
+    assert measured["gib"] < 2
+    assert measured["seconds"] < 20
+
+
+@pytest.fixture
+def few_layers(monkeypatch):
+    """Build no more than 8 layers, in which patterns of 1, 2 and 4 repeat."""
+    for module in (building, inspect_workflow):
+        monkeypatch.setattr(module, "MAX_LAYERS", 8)
+        monkeypatch.setattr(module, "REPEATS", 4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.Cohere2Config(**{**SHAPE, "num_hidden_layers": 15}, sliding_window=8),
+        hf.SmolLM3Config(**{**SHAPE, "num_hidden_layers": 13}),
+        hf.Qwen3MoeConfig(
+            **{**SHAPE, "num_hidden_layers": 11},
+            decoder_sparse_step=2,
+            moe_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_layers_that_are_not_built_are_those_of_the_whole_model(config, few_layers, tmp_path):
+    config.save_pretrained(tmp_path)
+    whole = hf.AutoModelForCausalLM.from_config(config).eval()
+    expected, inspection = farspan.inspect(whole), farspan.inspect(tmp_path)
+    assert inspection.parameters == whole.num_parameters()
+    assert [layer.index for layer in inspection.layers] == list(range(config.num_hidden_layers))
+    for left, right in zip(inspection.layers, expected.layers, strict=True):
+        assert left == right
+    assert any("were not run" in warning for warning in inspection.warnings)
+    assert not any("were not run" in warning for warning in expected.warnings)
+
+
+@pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])
+def test_families_that_the_causal_class_does_not_know(family: str, tmp_path):
+    if family not in hf.CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers lacks {family}")
+    config = hf.CONFIG_MAPPING[family]()
+    building.keep_layers(config.get_text_config(), 4)
+    config.save_pretrained(tmp_path)
+    inspection = farspan.inspect(tmp_path)
+    assert len(inspection.layers) == 4
+    assert {layer.position for layer in inspection.layers} == {"rope", "none"}
+    heads = config.get_text_config().num_attention_heads
+    assert {layer.heads for layer in inspection.layers} == {heads}
+
+
+def test_a_class_that_the_config_names_is_used():
+    named = hf.MistralConfig(architectures=["LlamaForCausalLM"])
+    assert building.model_class(named) is hf.AutoModelForCausalLM, "a known type comes first"
+    assert building.model_class(hf.T5Config()) is hf.AutoModelForCausalLM
+    config = hf.LlavaConfig(architectures=["LlavaForConditionalGeneration"])
+    assert building.model_class(config) is hf.LlavaForConditionalGeneration
+    config.architectures = ["LlavaModel"]  # has no head
+    assert building.model_class(config) is hf.AutoModelForImageTextToText

@@ -1,0 +1,110 @@
+"""The samples of a report: every answer is in the page, packed, with its question."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+
+import numpy as np
+import pytest
+
+from farspan.evals.answers import text_around
+from farspan.evals.ruler_words import ADJECTIVES, NOUNS
+from farspan.report.page import Run, page
+from farspan.report.samples import COLUMNS, LONGEST_TEXT, MOST
+
+WORDS = [*ADJECTIVES.split(), *NOUNS.split()]
+
+
+def needle(number: int, **changes) -> dict:
+    return {
+        "model": "m",
+        "eval": "ruler",
+        "task": "niah_single_1",
+        "length": 4096,
+        "depths": [0.25],
+        "question": "What is the number?",
+        "around": f"… the number is: {number}. …",
+        "prediction": f" {number}",
+        "answers": [str(number)],
+        "score": 1.0,
+        **changes,
+    }
+
+
+def written(samples: list[dict], *more: list[dict]) -> str:
+    record = {"command": "eval", "scores": []}
+    return page([Run(f"run {n}", record, samples=s) for n, s in enumerate((samples, *more))], "")
+
+
+def unpacked(text: str) -> list[dict]:
+    packs = re.findall('<script type="application/gzip">(.*?)</script>', text)
+    return [json.loads(gzip.decompress(base64.b64decode(pack))) for pack in packs]
+
+
+def test_a_table_has_what_is_asked_and_answered():
+    passkey = {"model": "m", "eval": "passkey", "task": "passkey", "length": 256, "depth": 0.5}
+    window = {"model": "m", "eval": "perplexity", "task": "t", "length": 256, "nll": 3.0}
+    samples = [
+        needle(7),
+        needle(8, prediction="x" * 900, score=0.5),
+        {**passkey, "key": 22, "said": " 23", "hit": False},
+        needle(9, eval="longbench", task="trec", score=100.0, depths=[]),
+        window,
+    ]
+    (columns,) = unpacked(written(samples))
+    assert tuple(columns) == COLUMNS
+    assert columns["task"] == ["niah_single_1", "niah_single_1", "passkey", "trec"]
+    assert columns["score"] == [1.0, 0.5, 0.0, 1.0]
+    assert columns["depth"] == [0.25, 0.25, 0.5, None]
+    assert columns["expected"] == ["7", "8", "22", "9"]
+    assert columns["answer"][0] == " 7"
+    assert columns["answer"][1] == "x" * LONGEST_TEXT + "…"
+    assert columns["around"][2] == "…The pass key is 22. Remember it.…"
+
+
+def test_each_run_has_a_table_and_old_samples_are_shown():
+    old = {key: value for key, value in needle(7).items() if key not in ("around", "depths")}
+    text = written([needle(7, prediction="</script><b>")], [old], [])
+    first, second = unpacked(text)
+    assert first["answer"] == ["</script><b>"]
+    assert "</script><b>" not in text
+    assert (second["around"], second["depth"]) == ([""], [None])
+    assert re.findall("<summary>(.*?)</summary>", text) == ["run 0: 1 samples", "run 1: 1 samples"]
+
+
+def random_text(rng: np.random.Generator, words: int) -> str:
+    return " ".join(WORDS[place] for place in rng.integers(len(WORDS), size=words))
+
+
+def test_ten_thousand_samples_fit_in_three_megabytes():
+    """With plotly's 4.8 MB the page stays below 8 MB; random words compress worse than text."""
+    rng = np.random.default_rng(0)
+    samples = [
+        needle(
+            int(rng.integers(10**6, 10**7)),
+            around=random_text(rng, 25),
+            prediction=random_text(rng, 80),
+            question=f"What is the special magic number for {random_text(rng, 2)}?",
+        )
+        for _ in range(MOST + 5)
+    ]
+    text = written(samples)
+    assert len(text.encode()) < 3_100_000
+    assert f"run 0: {MOST:,} samples; 5 more are in its folder" in text
+    assert len(unpacked(text)[0]["task"]) == MOST
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "expected"),
+    [
+        ("nothing", ["42"], ""),
+        (f"{'a ' * 80}42{' b' * 80}", ["42"], f"…{'a ' * 30}42{' b' * 59}…"),
+        (f"1 {'x ' * 200}2", ["2", "1"], f"1{' x' * 59} … …{'x ' * 30}2"),
+        ("1 2 3", ["3", "1"], "1 2 3"),
+    ],
+)
+def test_the_text_around_answers_is_kept(text, answers, expected):
+    assert text_around(text, answers) == expected
