@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -19,6 +20,7 @@ from farspan.attention.scales import Scales
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
+from farspan.files import write_manifest
 from farspan.loading import load_config
 
 
@@ -193,14 +195,36 @@ def scales_of_other_heads(folder: Path) -> Path:
 def scales_truncated(folder: Path) -> Path:
     tables = folder / "patch" / "scales.safetensors"
     tables.write_bytes(tables.read_bytes()[:-4])
+    return _edit_patch(folder, sha256=None)
+
+
+def scales_with_a_flipped_bit(folder: Path) -> Path:
+    flip_bit(folder / "patch" / "scales.safetensors")
     return folder / "patch"
+
+
+def scales_checked_outside_the_folder(folder: Path) -> Path:
+    return _edit_patch(folder, sha256={"../whole/config.json": "0" * 64})
+
+
+def weights_with_a_flipped_bit(folder: Path) -> Path:
+    write_manifest(folder / "whole")
+    flip_bit(folder / "whole" / "model.safetensors")
+    return folder / "whole"
+
+
+def flip_bit(file: Path) -> None:
+    """Flip the lowest bit of the last byte but one."""
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
 
 
 def _patch_with_scales(folder: Path, base: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
     save_file({"base": base}, folder / "patch" / "scales.safetensors")
-    return folder / "patch"
+    return _edit_patch(folder, sha256=None)  # as in earlier releases
 
 
 def folder_for_a_file(folder: Path) -> Path:
@@ -216,16 +240,55 @@ def truncated_beside_an_index(folder: Path) -> Path:
 
 def overlapping_tensors(folder: Path) -> Path:
     header = {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}
-    text = json.dumps(header).encode()
-    (folder / "whole" / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + b"\0" * 8
-    )
-    return folder / "whole"
+    return _with_header(folder, json.dumps(header).encode())
 
 
 def deep_json(folder: Path) -> Path:
     (folder / "whole" / "config.json").write_text("[" * 100_000)
     return folder / "whole"
+
+
+def endless_integer(folder: Path) -> Path:
+    config = folder / "whole" / "config.json"
+    config.write_text('{"model_type": ' + "9" * 5000 + "}")
+    return folder / "whole"
+
+
+def pipe_as_config(folder: Path) -> Path:
+    (folder / "whole" / "config.json").unlink()
+    os.mkfifo(folder / "whole" / "config.json")
+    return folder / "whole"
+
+
+def device_as_config(folder: Path) -> Path:
+    (folder / "whole" / "config.json").unlink()
+    (folder / "whole" / "config.json").symlink_to("/dev/zero")
+    return folder / "whole"
+
+
+def index_of_a_pickle(folder: Path) -> Path:
+    index = folder / "shards" / "model.safetensors.index.json"
+    (folder / "shards" / "model.bin").write_bytes(pickle.dumps({"w": 1}))
+    edit(index, weight_map={"model.norm.weight": "model.bin"})
+    return folder / "shards"
+
+
+def _with_header(folder: Path, text: bytes) -> Path:
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    (folder / "whole" / "model.safetensors").write_bytes(content)
+    return folder / "whole"
+
+
+def deep_header(folder: Path) -> Path:
+    return _with_header(folder, b'{"a":' + b"[" * 100_000)
+
+
+def header_of_wrong_types(folder: Path) -> Path:
+    return _with_header(folder, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8.5]}}')
+
+
+def header_of_text_offsets(folder: Path) -> Path:
+    return _with_header(folder, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":"08"}}')
 
 
 def patch_of_itself(folder: Path) -> Path:
@@ -342,7 +405,14 @@ CASES = [
     (patch_target_negative, 4, "/patch is not a complete patch .*target is -3"),
     (patch_target_fractional, 4, "/patch is not a complete patch .*target is 640.7"),
     (patch_rope_factor_zero, 4, "/patch is not a complete patch .*factor is 0"),
-    (patch_without_scales, 4, r"/patch is not a complete patch \(scales.safetensors is missing\)"),
+    (
+        scales_with_a_flipped_bit,
+        4,
+        "does not match patch/patch.json; fit or copy",
+    ),
+    (scales_checked_outside_the_folder, 4, "points outside its folder"),
+    (weights_with_a_flipped_bit, 4, "model.safetensors does not match whole/manifest.json; copy"),
+    (patch_without_scales, 4, "scales.safetensors does not match patch/patch.json"),
     (mismatched_shapes, 4, r"mlp.down_proj.weight with \[32, 48\] instead of \[32, 64\]"),
     (
         layers_missing_in_config,
@@ -355,6 +425,13 @@ CASES = [
     (truncated_beside_an_index, 4, "not a complete safetensors file"),
     (overlapping_tensors, 4, "not a complete safetensors file"),
     (deep_json, 4, "cannot be read"),
+    (endless_integer, 4, "cannot be read .*4300 digits"),
+    (pipe_as_config, 4, "cannot be read .*no regular file"),
+    (device_as_config, 4, "cannot be read .*no regular file"),
+    (index_of_a_pickle, 4, "names 'model.bin', which is no safetensors file and is not opened"),
+    (deep_header, 4, "its header cannot be read"),
+    (header_of_wrong_types, 4, "its header cannot be read"),
+    (header_of_text_offsets, 4, "its header cannot be read"),
     (patch_of_itself, 2, "load the base model"),
     (patch_with_broken_rope, 4, "not a complete patch"),
     (patch_with_unknown_rope, 4, "/patch is not a complete patch .*'spiral' is unknown"),
@@ -499,7 +576,7 @@ def test_parent_folder_of_a_checkpoint_suggests_it(damaged: Path, capsys, monkey
 def test_remote_code_is_off_by_default(damaged: Path, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "farspan.loading.AutoTokenizer.from_pretrained", lambda *a, **options: calls.append(options)
+        "transformers.AutoTokenizer.from_pretrained", lambda *a, **options: calls.append(options)
     )
     (damaged / "whole" / "tokenizer.json").write_text("{}")
     farspan.load(damaged / "whole")
@@ -515,6 +592,15 @@ WRONG_TYPES = [
     {"dtype": "x"},
     {"model_type": [1]},
     {"auto_map": None, "vocab_size": -1},
+    {"rms_norm_eps": "x"},
+    {"rms_norm_eps": None},
+    {"base_scale": "x"},
+    {"base_scale": [1, 2]},
+    {"eos_token_id": "x"},
+    {"eos_token_id": {"a": 1}},
+    {"max_position_embeddings": "x"},
+    {"max_position_embeddings": 0},
+    {"max_position_embeddings": -1},
 ]
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from farspan.data import mixture as mixture_module
-from farspan.data import passkey, shards
+from farspan.data import passkey, shards, tokens
 from farspan.data.documents import Document, read_documents
 from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import PasskeyDocuments
@@ -719,3 +719,42 @@ def test_refuses_invalid_mixtures(tokenizer, sources, passkeys, tmp_path):
         FarspanError, match="foreign and packed were packed with different tokenizers"
     ):
         Mixture([source, foreign], 100, 0)
+
+
+def metaspace_tokenizer():
+    """As Llama 2 has it: a text begins with a space of its own, and words are not split first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [("<unk>", 0.0), ("▁", -3.0), *((letter, -4.0) for letter in "abcdefghij, ")]
+    pieces += [("▁ab", -1.0), ("cd", -1.5), ("▁abcd", -2.0), ("j,▁", -1.0)]
+    backend = Tokenizer(models.Unigram(pieces, 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_long_text_has_the_same_tokens_in_pieces(kind, tokenizer, monkeypatch):
+    tokenizer = tokenizer if kind == "bytes" else metaspace_tokenizer()
+    words = np.random.default_rng(0).choice(["abcd", "ab", "ghij,", "é\n", "a", "hijab"], 3000)
+    text = " ".join(words)
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    sizes = []
+    monkeypatch.setattr(tokens, "PIECE", 500)
+    monkeypatch.setattr(tokens, "CONTEXT", 40)
+
+    def count_characters(piece, **options):
+        sizes.append(len(piece))
+        return tokenizer(piece, **options)
+
+    count_characters.is_fast = True
+    assert tokens.encode_text(count_characters, text).tolist() == expected
+    assert len(sizes) > 20
+    assert max(sizes) < 600
+    assert tokens.encode_text(tokenizer, "").tolist() == []
+
+
+def test_long_text_without_spaces_is_encoded_in_pieces_too(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE", 500)
+    text = "abcd" * 1000
+    assert tokenizer.decode(tokens.encode_text(tokenizer, text)) == text

@@ -1169,6 +1169,41 @@ def test_refuses_a_folder_with_another_unfinished_search(tiny, tmp_path):
     assert not work.exists()
 
 
+def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch):
+    """Another extension's search, which was killed while it removed its folder."""
+    options = dict(recipe=replace(FEW, search=QUICK))
+    (tmp_path / "other.txt").write_text((tiny / "text.txt").read_text()[::-1])
+    expected = extend(
+        tiny / "none", 128, tmp_path / "a", "headscale", data=tiny / "text.txt", **options
+    )
+    removed = []
+
+    def killed(folder, ignore_errors=False):
+        removed.append(folder)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(extend_workflow.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            extend(
+                tiny / "none",
+                128,
+                tmp_path / "b",
+                "headscale",
+                data=tmp_path / "other.txt",
+                **options,
+            )
+    work = tmp_path / ".b.search"
+    assert removed[0].parent == work
+    assert list(work.glob("*/checkpoints/step-*")), "the kill left checkpoints"
+    shutil.rmtree(tmp_path / "b")
+    result = extend(
+        tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options
+    )
+    assert torch.equal(result.patch.scales.base, expected.patch.scales.base)
+    assert not work.exists()
+
+
 def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
     options = dict(data=tiny / "text.txt", recipe=replace(FEW, search=QUICK))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def rewrite(original: Path, file: Path, kind=None, names=None, fields=None) -> P
     old = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     values = {key: (field.contents(), field.types) for key, field in old.items()}
     del values["general.architecture"]
-    values |= {key: (value, [gguf.GGUFValueType.BOOL]) for key, value in (fields or {}).items()}
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
+    values |= {key: (value, [kinds.get(type(value))]) for key, value in (fields or {}).items()}
     for key, (value, types) in values.items():
         if value is not None:
             writer.add_key_value(key, value, types[0], types[1] if len(types) > 1 else None)
@@ -137,6 +139,30 @@ def test_refuses_a_file_whose_vocabulary_is_cut_off(original, tmp_path):
     (tmp_path / "model.gguf").write_bytes(data[:cut])
     with pytest.raises(CorruptError, match="is damaged or no GGUF file"):
         farspan.load(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("kind", ["UINT32", "STRING", "ARRAY", "UINT64"])
+def test_refuses_a_short_file_with_an_endless_array(kind, order, tmp_path):
+    file, key = tmp_path / "model.gguf", b"llama.block_count"
+    head = b"GGUF" + struct.pack(f"{order}IQQQ", 3, 0, 1, len(key)) + key
+    array = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind], 1 << 60
+    file.write_bytes(head + struct.pack(f"{order}IIQ", *array) + b"\0" * 40)
+    with pytest.raises(CorruptError, match="is damaged or no GGUF file"):
+        farspan.inspect(file)
+
+
+@pytest.mark.parametrize("count", [0, 3, 1 << 31])
+def test_refuses_a_layer_count_that_the_tensors_do_not_fit(count, original, tmp_path):
+    file = rewrite(original, tmp_path / "model.gguf", fields={"llama.block_count": count})
+    with pytest.raises(CorruptError, match=f"claims {count} layers and has .* of 4 layers"):
+        farspan.inspect(file)
+
+
+def test_refuses_a_layer_count_without_tensors_for_the_last(original, tmp_path):
+    file = rewrite(original, tmp_path / "model.gguf", fields={"llama.block_count": 5})
+    with pytest.raises(CorruptError, match="lacks 9 weights that its config requires"):
+        farspan.load(file)
 
 
 def test_inspects_a_file_by_its_header(original, monkeypatch):

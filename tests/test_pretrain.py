@@ -23,11 +23,11 @@ from farspan.data.passkey import PasskeyDocuments, held_out_key
 from farspan.data.tokens import train_tokenizer
 from farspan.data.windows import cut_windows
 from farspan.errors import FarspanError
+from farspan.files import check_manifest
 from farspan.model import FarspanForCausalLM
 from farspan.model.loss import last_losses, token_losses
 from farspan.recipe import from_toml, to_toml
 from farspan.train import corpus
-from farspan.train.checkpoint import check_manifest
 from farspan.train.metadata import trained_with_passkeys
 from farspan.train.pretrain import PretrainConfig, flops_per_token, matrix_weights
 from farspan.workflows.pretrain import RECIPE_DIR, estimate, pretrain, read_recipe

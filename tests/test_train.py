@@ -26,6 +26,7 @@ from torch.optim import Muon
 import farspan
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError, PreemptedError
+from farspan.files import check_manifest
 from farspan.signals import delay_signals
 from farspan.train import checkpoint, loop, pretrain
 from farspan.train.corpus import DataConfig, SourceConfig
@@ -252,7 +253,7 @@ def test_write_faults_leave_no_partial_checkpoint(recipe, training_data, tmp_pat
         except (FarspanError, OSError):
             failures += 1
         for folder in (run / "checkpoints").glob("step-*"):
-            checkpoint.check_manifest(folder)
+            check_manifest(folder)
         if (run / "metrics.jsonl").exists():
             for line in (run / "metrics.jsonl").read_text().splitlines():
                 json.loads(line)

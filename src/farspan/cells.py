@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from farspan.files import read_json, write_json
 
 HEARTBEAT = 10.0  # seconds between two heartbeats of a claim
 STALE = 120.0  # seconds without a heartbeat after which a process on another machine counts as dead
+CLAIM_NUMBER = re.compile(r"[0-9]{1,9}")
 WAIT = 0.2  # seconds to wait when other processes have claimed every missing cell
 
 T = TypeVar("T")
@@ -170,7 +172,11 @@ class Cells:
 
     def _next_claim(self, key: str) -> Path | None:
         """The claim file to create for a cell, or None while a live process has claimed it."""
-        last = max((int(claim.suffix[1:]) for claim in self._claims.glob(f"{key}.*")), default=-1)
+        numbers = [claim.suffix[1:] for claim in self._claims.glob(f"{key}.*")]
+        # Other files, such as an editor's copy KEY.0~, are no claims.
+        last = max(
+            (int(number) for number in numbers if CLAIM_NUMBER.fullmatch(number)), default=-1
+        )
         if last >= 0 and self._is_live(self._claims / f"{key}.{last}"):
             return None
         return self._claims / f"{key}.{last + 1}"
@@ -194,7 +200,8 @@ class Cells:
                 owner = read_json(claim)
         except (FileNotFoundError, FarspanError):
             return True  # it has just been released; the next pass checks again
-        if owner.get("host") == _host() and not _process_exists(owner["pid"]):
+        pid = owner.get("pid")
+        if owner.get("host") == _host() and type(pid) is int and not _process_exists(pid):
             return False
         return self._now() - heartbeat < self._stale
 
@@ -237,7 +244,7 @@ def _heartbeat(files: list[Path], interval: float) -> Iterator[None]:
 def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

@@ -7,9 +7,12 @@ are in one place.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -18,23 +21,71 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+MANIFEST = "manifest.json"
+UNREAD = (".md", ".png", ".svg", ".pdf")  # files of a model that no program reads
 UMASK = os.umask(0o077)  # the umask can only be read by setting it
 os.umask(UMASK)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RUST_ERROR = re.compile(r"\(os error (\d{1,3})\)")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; the error for a broken file says where it breaks."""
+def system_error(error: BaseException) -> OSError | None:
+    """The error of the operating system behind an exception, such as a full disk.
+
+    safetensors and tokenizers raise classes of their own, with its number in the message.
+
+    >>> system_error(Exception("No space left on device (os error 28)"))
+    OSError(28, 'No space left on device')
+    """
+    if isinstance(error, OSError):
+        return error
+    number = None if isinstance(error, FarspanError) else RUST_ERROR.search(str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+
+
+def describe_system_error(error: OSError) -> str:
+    """An error of the operating system as one sentence."""
+    if error.errno in DISK_FULL:
+        subject = error.filename or "a file or the output"
+        return f"{subject} cannot be written ({error.strerror}); free some space on its disk"
+    cause = f"{error.filename} cannot be used ({error.strerror})" if error.filename else str(error)
+    return f"{cause}; check the path, or choose another one"
+
+
+@contextmanager
+def naming(path: Path, staging: Path | None = None) -> Iterator[None]:
+    """In the block, an error of the operating system names this path instead of none.
+
+    staging: the temporary name of the path, which means nothing to a user.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        yield
+    except Exception as error:
+        cause = system_error(error)
+        if cause is None or cause.errno is None:
+            raise
+        if cause.filename and not (staging and str(cause.filename).startswith(str(staging))):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file; not of a device or a pipe, which may never end."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise CorruptError(f"{path} cannot be read (it is {kind}); download or export it again")
+    try:
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FarspanError(
             f"{path} does not exist; choose a folder that contains {path.name}"
         ) from None
-    except (IsADirectoryError, NotADirectoryError, RecursionError) as error:
+    except (IsADirectoryError, NotADirectoryError) as error:
         raise CorruptError(
             f"{path} cannot be read ({type(error).__name__}); download or export it again"
         ) from None
@@ -42,10 +93,20 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CorruptError(
             f"{path} is not UTF-8 text (byte {error.start}); download or export the file again"
         ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; the error for a broken file says where it breaks."""
+    try:
+        value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise CorruptError(
             f"{path} is not valid JSON: {error.msg.removesuffix(' at')} at line {error.lineno}, "
             f"column {error.colno}; download or export the file again"
+        ) from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+        raise CorruptError(
+            f"{path} cannot be read ({first_line(error)}); download or export it again"
         ) from None
     if not isinstance(value, dict):
         raise CorruptError(
@@ -78,7 +139,7 @@ def _expected_size(path: Path, file: BinaryIO, size: int) -> int:
     if len(head) < 8:
         raise _incomplete(path, f"it has {size} bytes")
     (length,) = struct.unpack("<Q", head)
-    if length > size - 8:
+    if length > min(size - 8, MAX_HEADER):
         raise _incomplete(path, f"its header claims {length} bytes and the file has {size}")
     try:
         header = json.loads(file.read(length))
@@ -86,8 +147,10 @@ def _expected_size(path: Path, file: BinaryIO, size: int) -> int:
             (entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"),
             default=0,
         )
+        if not isinstance(end, int):
+            raise TypeError
         return 8 + length + end
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise _incomplete(path, "its header cannot be read") from None
 
 
@@ -133,6 +196,11 @@ def _shard_path(folder: Path, name: str, index: Path) -> Path:
         raise CorruptError(
             f"{index} points outside its folder ({name!r}); do not trust this checkpoint"
         )
+    if not name.endswith(".safetensors"):
+        raise CorruptError(
+            f"{index} names {name!r}, which is no safetensors file and is not opened; convert the "
+            "checkpoint with save_pretrained on a machine where you trust it"
+        )
     return folder / name
 
 
@@ -172,26 +240,59 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = Path(path)
     check_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    _remove_abandoned(path)
+    with naming(path):
+        staging, lock = _staging_folder(path)
     try:
-        yield staging
-        for entry in (staging, *staging.rglob("*")):
-            _apply_umask(entry)
-            if entry.is_file():
-                _flush(entry)
-        os.rename(staging, path)  # replaces an empty folder at most
+        with naming(path, staging):
+            yield staging
+            for entry in (staging, *staging.rglob("*")):
+                _apply_umask(entry)
+                if entry.is_file():
+                    _flush(entry)
+            os.rename(staging, path)  # replaces an empty folder at most
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _staging_folder(path: Path) -> tuple[Path, int]:
+    """A temporary folder beside `path`, and its lock, which ends with the process at the latest."""
+    while True:
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        lock = os.open(staging, os.O_RDONLY)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if staging.exists():
+            return staging, lock
+        os.close(lock)  # another process removed it before it was locked
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary folders of `path` whose processes were killed: nobody locks them."""
+    temporary = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
+    for entry in path.parent.iterdir():
+        if not temporary.fullmatch(entry.name) or not entry.is_dir() or entry.is_symlink():
+            continue
+        with suppress(OSError):
+            lock = os.open(entry, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically: a reader sees the old file or the new one, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with naming(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path, Path(name)), os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -209,7 +310,8 @@ def _apply_umask(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
+    # A path that is not UTF-8 has half characters, which JSON reads back from their escapes.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -219,6 +321,53 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def write_manifest(folder: Path) -> None:
+    """Write manifest.json: the SHA-256 of every file in a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    write_json(
+        folder / MANIFEST,
+        {"sha256": {str(file.relative_to(folder)): sha256_of(file) for file in files}},
+    )
+
+
+def check_manifest(folder: Path) -> None:
+    """Refuse a folder whose files differ from its manifest."""
+    checksums = read_json(folder / MANIFEST).get("sha256")
+    if not isinstance(checksums, dict):
+        raise CorruptError(
+            f"{folder / MANIFEST} lists no files; remove {folder}, which is incomplete"
+        )
+    check_checksums(folder, checksums, MANIFEST, f"remove {folder}, which is damaged")
+
+
+def check_listed_files(folder: Path) -> None:
+    """Refuse a model whose files differ from its manifest, if it has one of farspan's.
+
+    Cards and figures may change: nothing reads them.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    checksums = read_json(folder / MANIFEST).get("sha256")
+    if isinstance(checksums, dict):
+        read = {name: checksums[name] for name in checksums if not name.endswith(UNREAD)}
+        way_out = "copy or download it again; if you changed it yourself, remove manifest.json"
+        check_checksums(folder, read, MANIFEST, way_out)
+
+
+def check_checksums(
+    folder: Path, checksums: Mapping[str, Any], list_name: str, way_out: str
+) -> None:
+    """Refuse files that are missing or have another SHA-256 than a list in the folder says."""
+    for name, checksum in checksums.items():
+        file = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CorruptError(
+                f"{folder / list_name} points outside its folder ({name!r}); do not trust it"
+            )
+        if not file.is_file() or sha256_of(file) != checksum:
+            raise CorruptError(f"{file} does not match {folder.name}/{list_name}; {way_out}")
 
 
 def sha256_of(path: Path) -> str:

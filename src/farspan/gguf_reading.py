@@ -132,6 +132,12 @@ def _reader_class() -> Any:
             types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
             return end - orig_offs, head + parts, list(range(2, 2 + count)), types
 
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) < int(count):  # gguf would read on, one empty value after the other
+                raise ValueError("a value ends after the file")
+            return values
+
         @property
         def _memory(self) -> memoryview:
             data: Any = self.data

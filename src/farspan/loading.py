@@ -22,7 +22,6 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -33,10 +32,16 @@ from farspan.attention.model_facts import config_train_length, required_attentio
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.custom_code import import_code, resolve_reference
-from farspan.data.tokens import DECISION, add_begin_of_text, check_tokenizer, tokenizer_files
+from farspan.data.tokens import (
+    DECISION,
+    add_begin_of_text,
+    check_tokenizer,
+    read_tokenizer,
+    tokenizer_files,
+)
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import read_json, weight_files
+from farspan.files import check_listed_files, read_json, weight_files
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -44,6 +49,7 @@ from farspan.progress import Progress, silent
 
 BASE = "base"  # the subfolder of a patch folder that may hold its base model
 USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
+LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")  # of a .gguf file
 UPCAST_BELOW = 300_000_000  # parameters
 
 
@@ -151,7 +157,10 @@ def _lift_length_limit(model: PreTrainedModel) -> None:
 
 
 def _check_weights(source: str | Path) -> None:
-    if Path(source).is_dir() and not weight_files(Path(source)):
+    if not Path(source).is_dir():
+        return
+    check_listed_files(Path(source))
+    if not weight_files(Path(source)):
         raise FarspanError(
             f"{source} has a config but no weights; add model.safetensors, or run "
             f"`farspan inspect {source}` to inspect the config"
@@ -212,7 +221,31 @@ def load_with_tokenizer(
 ) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """`load`, for commands that need a tokenizer."""
     model, tokenizer = load(source, **options)
-    return model, _require_tokenizer(tokenizer, source)
+    tokenizer = _require_tokenizer(tokenizer, source)
+    _check_token_ids(model, tokenizer, source)
+    return model, tokenizer
+
+
+def _check_token_ids(
+    model: PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, source: str | Path
+) -> None:
+    """Refuse tokens that the model has no embedding for, where its tokenizer can make some.
+
+    A few of them may be harmless: many models have a padding token beyond their vocabulary.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    rows = getattr(embeddings, "num_embeddings", None)
+    if rows is None or len(tokenizer) <= rows:
+        return
+
+    def check(module: Any, args: tuple) -> None:
+        if args and args[0].numel() and (highest := int(args[0].max())) >= rows:
+            raise FarspanError(
+                f"the tokenizer of {source} makes token {highest} and its model has {rows} "
+                "embeddings; use the tokenizer that belongs to the model"
+            )
+
+    embeddings.register_forward_pre_hook(check)
 
 
 def load_tokenizer(
@@ -408,7 +441,11 @@ def load_gguf_config(file: Path) -> PreTrainedConfig:
     """The config in the header of a llama.cpp model."""
     header = without_vocabulary(_check_gguf(file))
     with quiet(), _readable(file, USE_CHECKPOINT), fast_gguf(file, header):
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        return _read_gguf_config(file)
+
+
+def _read_gguf_config(file: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
 
 
 def _load_gguf(
@@ -424,7 +461,8 @@ def _load_gguf(
         with fast_gguf(file, without_vocabulary(header), progress):
             model, report = AutoModelForCausalLM.from_pretrained(
                 file.parent,
-                config=AutoConfig.from_pretrained(file.parent, gguf_file=file.name),
+                config=_read_gguf_config(file),
+                trust_remote_code=False,  # of files beside this one
                 gguf_file=file.name,
                 dtype=dtype or dequantized_dtype(device),
                 ignore_mismatched_sizes=True,  # reported, and refused below
@@ -446,7 +484,7 @@ def _forget_quantizer(model: PreTrainedModel) -> None:
 
 def _gguf_tokenizer(file: Path, header: Any) -> transformers.PreTrainedTokenizerBase:
     with fast_gguf(file, header):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
     if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
         add_begin_of_text(tokenizer, bool(adds.contents()))
     return tokenizer
@@ -488,6 +526,8 @@ def _check_gguf(file: Path) -> Any:
                 f"{file.name} scales its rotation ({field.contents()}), and transformers would "
                 f"ignore that; {USE_CHECKPOINT}"
             )
+        if key.endswith(".block_count"):
+            _check_layer_count(file, field.contents(), [tensor.name for tensor in header.tensors])
     rotation = header.fields.get("granite.rope.scaling.finetuned")
     if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
         raise FarspanError(
@@ -495,6 +535,19 @@ def _check_gguf(file: Path) -> Any:
             f"transformers does not; {USE_CHECKPOINT}"
         )
     return header
+
+
+def _check_layer_count(file: Path, layers: int, names: list[str]) -> None:
+    """Refuse a number of layers that does not fit the tensors.
+
+    transformers would make a config of so many layers, and leave out tensors of further ones.
+    """
+    last = max((int(name[1]) for name in map(LAYER_TENSOR.match, names) if name), default=-1)
+    if not last < layers <= max(1, len(names)):
+        raise CorruptError(
+            f"{file} claims {layers} layers and has {len(names)} tensors of {last + 1} layers; "
+            "download or export it again"
+        )
 
 
 def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
@@ -563,7 +616,7 @@ def _load_tokenizer(
     way_out = "check its tokenizer_config.json and that this transformers supports the tokenizer"
     with quiet(), _readable(source, way_out):
         try:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            return read_tokenizer(source, trust_remote_code)
         except Exception:
             check_tokenizer(folder)
             raise

@@ -19,6 +19,24 @@ class _Stop(BaseException):
 
 
 @contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as an exception, so that nothing half-written stays behind."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.getsignal(signal.SIGTERM)
+    if previous != signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
 def stoppable(kept: str) -> Iterator[None]:
     """Let SIGTERM or Ctrl-C stop the block anywhere; `kept` says what remains on disk."""
 

@@ -139,7 +139,8 @@ def spread_weights(model: PreTrainedModel) -> None:
 
 def _ids(model: PreTrainedModel) -> Tensor:
     config = model.config.get_text_config()
-    tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
+    limit = getattr(config, "max_position_embeddings", None) or 0
+    tokens = min(TOKENS, limit) if limit > 1 else TOKENS  # 0, 1 and −1 stand for no limit
     vocabulary = model.get_input_embeddings().num_embeddings
     # Steps of a prime: neighbours differ, and no token is twice in a window.
     return (torch.arange(tokens, device=model.device) * 7)[None] % vocabulary

@@ -10,17 +10,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError
 
+OTHER_LENGTHS = ("max_seq_len", "seq_length")  # names that MPT and BLOOM use
+
 
 def config_train_length(config: PreTrainedConfig) -> int | None:
     """The length that the model was trained on, as far as its config says.
 
     This is `max_position_embeddings`, `max_seq_len` of MPT or `seq_length` of BLOOM. The length
     that a rotation was scaled from (8,192 of Llama 3.1's 131,072) is not it: the model was trained
-    beyond that.
+    beyond that. Some configs write 0, 1 or −1 for no limit.
     """
     text = config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len", "seq_length")
-    return next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    values = (getattr(text, name, None) for name in ("max_position_embeddings", *OTHER_LENGTHS))
+    return next((value for value in values if isinstance(value, int) and value > 1), None)
 
 
 def probe_or_none(model: PreTrainedModel) -> list[Layer] | None:

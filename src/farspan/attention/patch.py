@@ -24,7 +24,15 @@ from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import new_folder, read_json, read_tensors, write_json
+from farspan.files import (
+    check_checksums,
+    check_listed_files,
+    new_folder,
+    read_json,
+    read_tensors,
+    sha256_of,
+    write_json,
+)
 
 # A layout needs format 2 and scales that count positions need 3; other patches are written as
 # format 1, which older releases read.
@@ -135,6 +143,7 @@ class Patch:
         tables = (
             {} if self.scales is None else {"base": self.scales.base, "slope": self.scales.slope}
         )
+        checksums: dict[str, str] = {}
         for name, tensors in (("scales", tables), ("weights", self.weights or {})):
             held = {
                 key: tensor.detach().cpu().contiguous()
@@ -142,8 +151,10 @@ class Patch:
                 if tensor is not None
             }
             if held:
-                save_file(held, folder / f"{name}.safetensors")
-        write_json(folder / "patch.json", self.describe())
+                file = folder / f"{name}.safetensors"
+                save_file(held, file)
+                checksums[file.name] = sha256_of(file)
+        write_json(folder / "patch.json", {**self.describe(), "sha256": checksums})
 
     @property
     def fingerprint(self) -> str:
@@ -205,6 +216,10 @@ class Patch:
                 f"{FORMAT} to {POSITION_FORMAT}; upgrade farspan, or fit the patch again"
             )
         try:
+            check_listed_files(folder)
+            # Patches of earlier releases have no checksums.
+            checksums = record.get("sha256") or {}
+            check_checksums(folder, checksums, "patch.json", "fit or copy the patch again")
             return cls._read(folder, record)
         except CorruptError:
             raise

@@ -6,6 +6,7 @@ Heavy libraries (torch, transformers, matplotlib) are imported when a command ru
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import warnings
@@ -30,6 +31,8 @@ from farspan.cli.pretrain import pretrain_command
 from farspan.cli.report import report_command
 from farspan.cli.reproduce import reproduce_command
 from farspan.errors import FarspanError
+from farspan.files import describe_system_error, system_error
+from farspan.signals import exit_on_sigterm
 
 app = typer.Typer(
     name="farspan",
@@ -66,15 +69,18 @@ def main() -> None:
     """Run a command; a user's error ends in one sentence and an exit code, not in a traceback."""
     # torch warns of every norm whose weights stay float32 under autocast; a user cannot act on it.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII, a name that is not UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.getLogger("farspan").addHandler(NOTE_HANDLER)
     try:
-        app()
+        with exit_on_sigterm():
+            app()
     except FarspanError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
-    except OSError as error:
-        cause = (
-            f"{error.filename} cannot be used ({error.strerror})" if error.filename else str(error)
-        )
-        print_error(f"{cause}; check the path, or choose another one")
+    except Exception as error:
+        if (cause := system_error(error)) is None:
+            raise
+        print_error(describe_system_error(cause))
         sys.exit(FarspanError.exit_code)

@@ -5,20 +5,36 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 
 # torchrun starts several processes; only the first one prints.
 IS_MAIN_PROCESS = os.environ.get("RANK", "0") == "0"
 
-console = Console(highlight=False, quiet=not IS_MAIN_PROCESS)
-_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class PlainConsole(Console):
+    """A console that shows control characters of names and values instead of obeying them."""
+
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*args, **options):
+            if not segment.control and CONTROL.search(segment.text):
+                text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", segment.text)
+                segment = Segment(text, segment.style)
+            yield segment
+
+
+console = PlainConsole(highlight=False, quiet=not IS_MAIN_PROCESS)
+_errors = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_line(text: str) -> None:

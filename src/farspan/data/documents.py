@@ -24,6 +24,7 @@ PARTS = {"": (0.0, 1.0), "search": (0.0, 0.8), "score": (0.8, 1.0)}
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 PARQUET_SUFFIXES = (".parquet",)
+MAX_LINE = 1 << 28  # bytes; a small compressed file can hold a line that no memory holds
 SUFFIXES = TEXT_SUFFIXES + JSONL_SUFFIXES + PARQUET_SUFFIXES
 
 
@@ -118,7 +119,13 @@ def _decode(path: Path, raw: bytes) -> str:
 def _read_jsonl(path: Path) -> Iterator[Document]:
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, 1):
+            lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
+            for number, line in enumerate(lines, 1):
+                if len(line) > MAX_LINE:
+                    raise CorruptError(
+                        f"{path}, line {number} has more than {MAX_LINE} bytes; write one document "
+                        "on each line"
+                    )
                 if line.strip():
                     yield _parse_line(path, number, line)
     except FarspanError:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"  # the bos, eos and pad token
 DECISION = "begins_texts"  # attribute of a tokenizer: whether texts begin with its token
 MIN_VOCABULARY = 257  # every byte, and END
+WORD_BOUNDARY = re.compile(r"\w(?= \w)")
+PIECE = 1 << 20  # characters that are encoded at once: each of their tokens takes 500 bytes then
+CONTEXT = 1024  # characters before a piece that are encoded with it
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -85,6 +91,36 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
 
+def encode_text(tokenizer: Any, text: str) -> np.ndarray:
+    """The tokens of a text without special ones, int32. Long text is encoded in pieces.
+
+    Tokenizers also split between words, so pieces that end there have the tokens of the whole text.
+    A piece is encoded with some text before it, whose tokens are dropped: a tokenizer may treat the
+    beginning of a text as a word of its own.
+    """
+    ends = [len(text)]
+    if getattr(tokenizer, "is_fast", False):
+        ends = [_piece_end(text, stop) for stop in range(PIECE, len(text), PIECE)] + ends
+    pieces, start = [], 0
+    for end in dict.fromkeys(ends):
+        before = max(0, start - CONTEXT)
+        options = {"return_offsets_mapping": True} if before < start else {}
+        encoded = tokenizer(text[before:end], add_special_tokens=False, verbose=False, **options)
+        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+        if options:
+            offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64)
+            ids = ids[offsets[:, 0] >= start - before]
+        pieces.append(ids)
+        start = end
+    return np.concatenate(pieces)
+
+
+def _piece_end(text: str, near: int) -> int:
+    """The next place between two words, or `near` itself in text without spaces."""
+    boundary = WORD_BOUNDARY.search(text, near, near + PIECE // 2)
+    return boundary.start() + 1 if boundary else near
+
+
 def adds_begin_of_text(tokenizer: Any) -> bool:
     """Whether the tokenizer itself begins a text with its begin-of-text token."""
     token = tokenizer.bos_token_id
@@ -99,6 +135,18 @@ def add_begin_of_text(tokenizer: Any, adds: bool) -> None:
     tokenizer.init_kwargs["add_bos_token"] = adds
     if tokenizer.bos_token_id is not None and adds_begin_of_text(tokenizer) != adds:
         tokenizer.add_bos_token = adds
+
+
+def read_tokenizer(
+    source: str | Path, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id, as transformers reads it.
+
+    Without a value for trust_remote_code transformers asks on standard input whether to run code.
+    """
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -6,7 +6,6 @@ each with an end-of-text token behind it.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from farspan.data.documents import Document
+from farspan.data.tokens import WORD_BOUNDARY
 from farspan.errors import FarspanError
 
-WORD_BOUNDARY = re.compile(r"\w(?= \w)")
 BATCH = 64  # documents that are tokenized together
 CHARACTERS_PER_TOKEN = 6  # a generous guess, doubled where it falls short
 

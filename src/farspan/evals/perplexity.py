@@ -41,6 +41,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
+from farspan.data.tokens import encode_text
 from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.evals.engine import Engine
@@ -82,10 +83,9 @@ def read_text(name: str, source: str | Path, tokenizer: PreTrainedTokenizerBase)
     rows: list[Tensor] = []
     digest = hashlib.sha256()
     for document in read_documents(source):
-        ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
         duplicate = document.name in names  # two folders may hold files of the same name
         names[f"{document.name} ({len(rows)})" if duplicate else document.name] = None
-        rows.append(torch.tensor(ids, dtype=torch.int32))
+        rows.append(torch.from_numpy(encode_text(tokenizer, document.text)))
         digest.update(rows[-1].numpy().tobytes() + b"|")
     return Text(name, tuple(names), tuple(rows), digest.hexdigest())
 

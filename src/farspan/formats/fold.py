@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
+from farspan.attention.model_facts import config_train_length
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError, ProofError, first_line
 
@@ -385,9 +386,7 @@ def _double(value: Any) -> Any:
 
 def random_tokens(model: PreTrainedModel, length: int = 64) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
-    length = min(
-        length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    )
+    length = min(length, config_train_length(model.config) or length)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
 

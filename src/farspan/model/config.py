@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from numbers import Integral
@@ -111,7 +112,19 @@ class FarspanConfig(PreTrainedConfig):
             )
         if self.mlp not in ("swiglu", "relu"):
             raise FarspanError(f"mlp {self.mlp!r} is unknown; choose swiglu or relu")
+        self._check_numbers()
         self._check_encodings()
+
+    def _check_numbers(self) -> None:
+        for name in ("rms_norm_eps", "base_scale"):
+            value = getattr(self, name)
+            valid = isinstance(value, int | float) and 0 < value < math.inf
+            if not valid and not (name == "base_scale" and value is None):
+                raise FarspanError(f"{name} is {value!r}; set a number above 0")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            if not all(isinstance(token, Integral | None) for token in _as_list(value)):
+                raise FarspanError(f"{name} is {value!r}; set the number of a token")
 
     def _check_encodings(self) -> None:
         """Refuse widths and settings that the position encodings cannot use."""
@@ -234,5 +247,5 @@ def _checked_encodings(custom: Any) -> dict[str, str]:
     return dict(custom)
 
 
-def _as_list(position: str | list[str] | tuple[str, ...]) -> list[str]:
-    return list(position) if isinstance(position, list | tuple) else [position]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import (
+    check_manifest,
     check_safetensors,
     new_folder,
     read_json,
     read_tensors,
-    sha256_of,
     write_json,
+    write_manifest,
 )
 from farspan.train.sharding import full_tensor, shard_like
 
@@ -105,33 +106,6 @@ def save(
         ) from error
     _remove_old(run, keep)
     return folder
-
-
-def write_manifest(folder: Path) -> None:
-    """Write manifest.json: the SHA-256 of every file in a folder."""
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"
-    )
-    write_json(
-        folder / "manifest.json",
-        {"sha256": {str(file.relative_to(folder)): sha256_of(file) for file in files}},
-    )
-
-
-def check_manifest(folder: Path) -> None:
-    """Refuse a folder whose files differ from its manifest."""
-    checksums = read_json(folder / "manifest.json").get("sha256")
-    if not isinstance(checksums, dict):
-        raise CorruptError(
-            f"{folder / 'manifest.json'} lists no files; remove {folder}, which is incomplete"
-        )
-    for name, checksum in checksums.items():
-        file = folder / name
-        if not file.is_file() or sha256_of(file) != checksum:
-            raise CorruptError(
-                f"{file} does not match {folder.name}/manifest.json; remove {folder}, which is "
-                "damaged"
-            )
 
 
 def latest(run: Path) -> Checkpoint | None:

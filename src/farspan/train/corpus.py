@@ -7,21 +7,30 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from farspan.data.documents import Document, read_documents
 from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import PasskeyDocuments
 from farspan.data.shards import Shards, pack
-from farspan.data.tokens import check_tokenizer, fingerprint, train_tokenizer
+from farspan.data.tokens import check_tokenizer, fingerprint, read_tokenizer, train_tokenizer
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import new_folder
+from farspan.files import (
+    MANIFEST,
+    check_manifest,
+    new_folder,
+    read_json,
+    sha256_of,
+    write_json,
+    write_manifest,
+)
 from farspan.progress import Progress, silent
 from farspan.train.sharding import processes
 
@@ -172,14 +181,33 @@ def _documents(paths: Sequence[Path]) -> Iterator[Document]:
         yield from read_documents(path)
 
 
-def _description(paths: Sequence[Path]) -> str:
-    """Names, sizes and times of files, which identify a corpus without reading it."""
+def _description(paths: Sequence[Path], cache: Path) -> str:
+    """Names, sizes and checksums of files, which identify a corpus."""
     files = [
-        part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))
+        part
+        for path in paths
+        for part in ([path] if path.is_file() else sorted(path.rglob("*")))
+        if part.is_file()
     ]
-    return " ".join(
-        f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime:.0f}" for file in files
-    )
+    return " ".join(f"{file.name}:{file.stat().st_size}:{_checksum(file, cache)}" for file in files)
+
+
+def _checksum(file: Path, cache: Path) -> str:
+    """The beginning of a file's SHA-256, which the cache keeps until the file changes.
+
+    Whoever writes to a file changes its ctime, and nobody can set that.
+    """
+    status = file.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
+    note = cache / "checksums" / f"{_digest(file.resolve(), status.st_size, *times)}.json"
+    if note.exists():
+        with suppress(FarspanError):  # damaged: it is written again
+            if isinstance(checksum := read_json(note).get("sha256"), str):
+                return checksum
+    checksum = sha256_of(file)[:16]
+    if cache.exists():  # it is created when there is something to keep
+        write_json(note, {"sha256": checksum})
+    return checksum
 
 
 def _digest(*parts: object) -> str:
@@ -198,7 +226,7 @@ def _tokenizer(
             )
         return _load_tokenizer(Path(source))
     shares = {name: config.weight for name, config in data.sources.items()}
-    corpus = [_description(paths) for paths in files.values()]
+    corpus = [_description(paths, cache) for paths in files.values()]
     folder = (
         cache / f"tokenizer-{data.vocabulary}-{_digest(corpus, shares, data.tokenizer_megabytes)}"
     )
@@ -208,12 +236,15 @@ def _tokenizer(
             if not folder.exists():  # another run may have written the same one meanwhile
                 with new_folder(folder) as new:
                     tokenizer.save_pretrained(new)
-    return AutoTokenizer.from_pretrained(folder)
+                    write_manifest(new)
+    if (folder / MANIFEST).exists():  # tokenizers of earlier releases have none
+        check_manifest(folder)
+    return _load_tokenizer(folder)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return read_tokenizer(folder)
     except Exception as error:  # transformers raises errors of many classes
         check_tokenizer(folder)
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -254,7 +285,7 @@ def _packed(
     processes: int,
     progress: Progress,
 ) -> Shards:
-    source = _description(paths)
+    source = _description(paths, cache)
     folder = cache / f"{name}-{_digest(source, fingerprint(tokenizer))}"
     advance = progress(f"pack {name}", 0)
 

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from farspan.errors import FarspanError, PreemptedError
-from farspan.files import write_text
+from farspan.files import naming, read_text, write_text
 from farspan.signals import delay_signals
 from farspan.train import checkpoint
 from farspan.train.optim import OptimizerConfig, learning_rate, set_learning_rate
@@ -225,7 +225,7 @@ class _Loop:
         metrics = self.throughput.metrics(self.step, loss, lr, norm)
         self.metrics.append(_entry(metrics))
         if self.state.is_main_process:
-            with (self.run / METRICS).open("a") as file:
+            with naming(self.run / METRICS), (self.run / METRICS).open("a") as file:
                 file.write(json.dumps(self.metrics[-1]) + "\n")
             self.on_step(metrics)
 
@@ -348,7 +348,7 @@ def _metrics_until(run: Path, step: int) -> list[dict[str, Any]]:
     if not (run / METRICS).exists():
         return []
     entries = []
-    for line in (run / METRICS).read_text().splitlines():
+    for line in read_text(run / METRICS).splitlines():
         try:
             entry = json.loads(line)
         except ValueError:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from farspan.batching import out_of_memory
 from farspan.bundled import resolve_bundled
 from farspan.errors import FarspanError
-from farspan.files import read_tensors, weight_files, write_text
+from farspan.files import read_tensors, read_text, weight_files, write_text
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers, prefer_cudnn
 from farspan.model.transformer import zero_outputs
@@ -348,7 +348,7 @@ def check_same_recipe(recipe: Any, run: Path, kind: str = "training run") -> Non
         )
     if file.exists():
         try:
-            stored = from_toml(type(recipe), file.read_text(encoding="utf-8"))
+            stored = from_toml(type(recipe), read_text(file))
         except FarspanError:
             raise FarspanError(f"{run} holds no {kind}; choose another folder with -o") from None
         difference = first_difference(stored, recipe)
@@ -372,9 +372,7 @@ def hash_first_rows(training_data: TrainingData) -> str:
 
 def check_same_text(data_hash: str, run: Path) -> None:
     """Refuse to resume a run on other text. The text may move, so its path is not compared."""
-    lines = (
-        (run / RECIPE).read_text(encoding="utf-8").splitlines() if (run / RECIPE).exists() else []
-    )
+    lines = read_text(run / RECIPE).splitlines() if (run / RECIPE).exists() else []
     stored = [line.removeprefix(DATA_HASH) for line in lines if line.startswith(DATA_HASH)]
     if stored and stored != [data_hash]:
         raise FarspanError(

@@ -31,7 +31,7 @@ from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError, first_line
 from farspan.evals.passkey import passkey_accuracy, scored_documents
-from farspan.files import check_absent, new_folder, write_text
+from farspan.files import check_absent, new_folder, write_bytes, write_text
 from farspan.lengths import doublings
 from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
@@ -66,6 +66,7 @@ from farspan.workflows.inspect import describe_temperatures
 from farspan.workflows.pretrain import matmul_flops_per_second
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
+CLAIM = "claim.toml"  # of a search folder: what its checkpoints belong to
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
 
 Data = str | Path | Mapping[str, str | Path]
@@ -416,22 +417,24 @@ def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
     """
     folder = job.folder
     assert folder is not None
-    claim, file = _search_claim(job, run), folder / "claim.toml"
+    claim, file = _search_claim(job, run).encode(), folder / CLAIM
     is_main = processes().is_main_process
     with lock_run(folder):
-        checkpoints = list(folder.glob("*/checkpoints/step-*"))
-        if checkpoints and file.exists() and file.read_text(encoding="utf-8") != claim:
+        stored = file.read_bytes() if file.exists() else None
+        if stored not in (None, claim) and list(folder.glob("*/checkpoints/step-*")):
             raise FarspanError(
                 f"{folder} holds the unfinished search of another extension; finish that one, or "
                 "remove the folder"
             )
         if is_main:
-            _remove_old_search(folder, claim)
-            write_text(file, claim)
+            if stored != claim:
+                _remove_search(folder)
+            write_bytes(file, claim)
         try:
             yield
         except BaseException as error:
             if is_main and not list(folder.glob("*/checkpoints/step-*")):
+                _remove_search(folder)
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, RuntimeError) and out_of_memory(error):
                 raise FarspanError(
@@ -441,15 +444,18 @@ def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
                 ) from error
             raise
         if is_main:
+            _remove_search(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_old_search(folder: Path, claim: str) -> None:
-    """Remove what a search with another claim left before its first checkpoint."""
-    file = folder / "claim.toml"
-    if file.exists() and file.read_text(encoding="utf-8") != claim:
-        for leftover in [path for path in folder.iterdir() if path.name != LOCK]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+def _remove_search(folder: Path) -> None:
+    """Remove the files of a search except its lock.
+
+    The claim goes first: what a kill leaves is then nobody's, and the next search removes it.
+    """
+    (folder / CLAIM).unlink(missing_ok=True)
+    for leftover in [path for path in folder.iterdir() if path.name != LOCK]:
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def _search_claim(job: FitJob, run: _ExtendRun) -> str:

@@ -14,14 +14,14 @@ from torch import Tensor
 from farspan.attention.patch import fingerprint
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
-from farspan.files import new_folder, read_json
+from farspan.files import new_folder, read_json, write_manifest
 from farspan.loading import quiet, resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.progress import Progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
-from farspan.train.checkpoint import copy_tensors, write_manifest
+from farspan.train.checkpoint import copy_tensors
 from farspan.train.corpus import TrainingData, find_files
 from farspan.train.loop import StepCallback, StepMetrics
 from farspan.train.metadata import begin_of_text, write_training_metadata
