@@ -36,8 +36,9 @@ def max_positions(config: PreTrainedConfig, layers: Sequence[Layer] | None) -> i
     """The number of positions that a learned table has; None if no table limits the model."""
     if layers is None or all(layer.position != "learned" for layer in layers):
         return None
-    config = config.get_text_config()
-    return getattr(config, "position_table", None) or config.max_position_embeddings
+    text = config.get_text_config()
+    names = ("position_table", "max_position_embeddings", "max_target_positions")  # Whisper's last
+    return next((value for name in names if (value := getattr(text, name, None))), None)
 
 
 def default_scaled_layers(layers: Sequence[Layer]) -> tuple[int, ...]:
