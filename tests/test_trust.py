@@ -107,13 +107,17 @@ def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_stay(tmp
 
 
 def test_sigterm_leaves_nothing_half_written(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stop, exit_on_sigterm(), new_folder(tmp_path / "new") as new:
-        (new / "a").touch()
-        os.kill(os.getpid(), signal.SIGTERM)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a runner of tests has its own
+    folder = new_folder(tmp_path / "new")
+    try:
+        with pytest.raises(SystemExit) as stop, exit_on_sigterm(), folder as new:
+            (new / "a").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     assert stop.value.code == 143
     assert not list(tmp_path.iterdir())
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_every_loader_of_transformers_is_given_trust_remote_code():

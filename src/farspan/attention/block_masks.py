@@ -6,6 +6,7 @@ evaluated a few at a time, so memory grows with the number of keys alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -65,15 +66,17 @@ def within_window(mask: BlockMask, keys: int, window: int) -> BlockMask:
             near = key > own[row, head % heads, query] - window
             return visible(row, head, query, key) & near
 
-        kept[keys, window] = create_block_mask(
-            mask_function,
-            batch,
-            heads,
-            queries,
-            keys,
-            device=mask.kv_num_blocks.device,
-            _compile=True,  # as transformers does: without it, all scores take memory
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "_compile flag", DeprecationWarning)
+            kept[keys, window] = create_block_mask(
+                mask_function,
+                batch,
+                heads,
+                queries,
+                keys,
+                device=mask.kv_num_blocks.device,
+                _compile=True,  # as transformers does: without it, all scores take memory
+            )
     return kept[keys, window]
 
 
