@@ -949,8 +949,9 @@ def test_unknown_words_become_padding():
 
 @pytest.mark.long
 def test_lab_tiny_learns_its_task(tmp_path):
-    study = run("lab-tiny", [], tmp_path)
-    assert study.learned[0] == study.learned[1] == 3
+    """One encoding of its three, which each take 40 seconds of two cores."""
+    study = run("lab-tiny", ['encodings=["none"]'], tmp_path)
+    assert study.learned[0] == study.learned[1] == 1
 
 
 def test_saved_weights_reproduce_the_recorded_scores(finished):
