@@ -18,7 +18,7 @@ test: $(VENV)/.installed
 
 # The tests that take minutes.
 long: $(VENV)/.installed
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not manual"
 
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev

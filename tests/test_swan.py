@@ -925,10 +925,10 @@ def test_swan_extends_a_bundled_model(tmp_path):
 def test_swan_lowers_the_loss_of_a_bundled_model_beyond_its_length(tmp_path):
     overrides = [
         "choose_windows=1",
-        "report_windows=2",
+        "report_windows=1",
         "passkeys=0",
         "swan.tokens=12_288",
-        "swan.measured_rows=2",
+        "swan.measured_rows=1",
         "tuning.batch=4",
         "tuning.warmup=3",
         "tuning.lr=1e-4",  # for batches of 2,048 tokens

@@ -235,7 +235,7 @@ def random_fault(seed: int):
     return name, rng.randrange(1, 12), fail, kind != "short" and rng.random() < 0.5
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.long)])
 def test_write_faults_leave_no_partial_checkpoint(recipe, training_data, tmp_path, count):
     """After every fault all checkpoints are intact, and finally the run ends in the same bits."""
     recipe = with_train(recipe, steps=50, save_every=1)

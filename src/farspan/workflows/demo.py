@@ -23,7 +23,7 @@ from farspan.workflows.extend import ExtendResult, extend
 
 MODEL, TARGET, LENGTHS = "nope-twin", 1024, (256, 512, 1024, 2048)
 FAR, FAR_TEXT = 16384, "python-docs/score"  # which no scale was fitted on
-FAR_PASSKEYS = 5  # a prompt of FAR tokens takes 17 seconds of one core
+FAR_PASSKEYS = 3  # a prompt of FAR tokens takes 17 seconds of one core
 REDUCED: dict[str, Any] = dict(search_windows=64, choose_windows=2, report_windows=8, passkeys=1)
 
 
