@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import guard, seam
+from farspan.attention.model_facts import max_positions
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.cli import app
@@ -166,3 +168,13 @@ def test_a_hidden_table_of_positions_is_refused_before_a_search():
     _check_reads(model, layers, tokens(64, batch=1))
     with pytest.raises(FarspanError, match="cannot read 65 tokens .* table of positions ends"):
         _check_reads(model, layers, tokens(65, batch=1))
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "max_target_positions"])
+def test_a_learned_table_limits_a_model_by_either_name(name: str):
+    """Whisper calls the length of its table max_target_positions."""
+    learned, rotary = (SimpleNamespace(position=position) for position in ("learned", "rope"))
+    config = hf.PreTrainedConfig(**{name: 64})
+    assert max_positions(config, [rotary, learned]) == 64
+    assert max_positions(config, [rotary]) is None
+    assert max_positions(hf.PreTrainedConfig(), [learned]) is None

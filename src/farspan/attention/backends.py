@@ -1,6 +1,6 @@
 """The attention backends of transformers, and which keys their masks show.
 
-A backend is told what a query sees in its own form. Eager attention and SDPA take a mask [B, 1, Q,
+Each backend takes what a query sees in its own form. Eager attention and SDPA take a mask [B, 1, Q,
 K], and SDPA none for plain causal attention. FlashAttention takes the padding [B, K] or nothing,
 and a window as an argument; its last query is at the last key. FlexAttention takes a block mask.
 """

@@ -24,7 +24,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class SeenKeys(NamedTuple):
     """What each query of a block mask sees."""
 
-    counts: Tensor  # how many keys, [B, H or 1, Q]
+    counts: Tensor  # of keys, [B, H or 1, Q]
     slots: Tensor  # the last of them, [B, H or 1, Q]; −1 if there is none
 
 

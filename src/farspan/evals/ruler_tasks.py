@@ -354,7 +354,7 @@ def _needle(kind: str, key: str, value: str) -> str:
 
 @lru_cache(maxsize=2)
 def _essay(haystack: str, length: int, name: str) -> list[str]:
-    """The sentences of a text. Its name, with its hash, tells texts of one path apart."""
+    """The sentences of a text. The hash in its name separates texts of one path."""
     sentences = []
     for sentence in needle.haystack_sentences(haystack, length):
         words = sentence.split(" ")
