@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import tritonlike
 from families import FAMILIES, Family, tokens
@@ -385,6 +387,36 @@ def test_entropy_by_position_ignores_padding():
     # Without position encodings, padding does not change the entropy of the tokens after it.
     mean = (unpadded.entropy[0][:, 6:] + short.entropy[0]) / 2
     assert torch.allclose(padded.entropy[0][:, 6:], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("bins", [None, 4])
+def test_queries_beyond_the_length_are_not_counted(bins: int | None):
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)
+    short, whole = EntropyByPosition(16, bins=bins), EntropyByPosition(16, bins=bins)
+    for profile, length in ((short, 24), (whole, 16)):
+        first = q[:, :, :length], k[:, :, :length]
+        profile(seam.Call(0, torch.nn.Identity(), *first, first[1], None, 0.35, {}))
+    assert short.entropy[0].shape == (2, bins or 16)
+    assert torch.allclose(short.entropy[0], whole.entropy[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("term", ["softcap", "sinks"])
+def test_scores_are_those_of_the_family_with_a_soft_cap_or_sinks(term: str):
+    """Gemma 2 caps scores at ±cap·tanh(score / cap), gpt-oss adds a score for each head."""
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(2, 4, 6, 8).double(), 3 * torch.randn(2, 2, 6, 8).double()
+    mask = torch.full((6, 6), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)[None, None]
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups, module.sinks = 2, torch.randn(4).double()
+    option = {"softcap": 5.0} if term == "softcap" else {"sinks": module.sinks}
+    family = modeling_gemma2 if term == "softcap" else modeling_gpt_oss
+    values = torch.eye(6, dtype=q.dtype).expand(2, 2, -1, -1)  # the output is the weights
+    options = option if term == "softcap" else {}
+    output, _ = family.eager_attention_forward(module, q, k, values, mask, scaling=0.3, **options)
+    for part in (None, mask.expand(2, -1, -1, -1)):
+        rows = Scores(q, k, 0.3, part, **option).rows(0, 6, 1, q.dtype)
+        assert torch.allclose(rows.softmax(-1)[..., :6], output.transpose(1, 2), atol=1e-7)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
