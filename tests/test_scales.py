@@ -84,7 +84,7 @@ BAD = {
     "NaN": Scales((0,), torch.tensor([[1.0, math.nan]])),
     "falls to -0.5": Scales((3,), torch.tensor([[1.0, -0.5]])),
     "layer 3, head 1 falls to 0 between": Scales((3,), torch.tensor([[1.0, 0.0]])),
-    "falls to -0.007 between 2 and 1024": Scales((3,), -0.7 * ONE, ONE, "ln"),
+    "falls to -0.00685 between 2 and 1024": Scales((3,), -0.7 * ONE, ONE, "ln"),
     "layer 3, head 1 falls to": Scales(
         (3,), torch.ones(1, 2), torch.tensor([[0.1, -1.0]]), "log", 8
     ),
