@@ -1,4 +1,4 @@
-"""Written .gguf files hold the model as the gguf package, transformers and YaRN's paper define it."""
+"""Written .gguf files hold the model as gguf, transformers and YaRN's paper define it."""
 
 from __future__ import annotations
 
