@@ -270,7 +270,7 @@ def _passkeys(name: str, scores: Sequence[Record], train_lengths: set[int]) -> s
         (train_length,) = train_lengths
         inside = sum(length <= train_length for length in lengths)
         note += f"; the line is at the train length, {train_length:,}"
-    options = {"zmin": 0, "zmax": 1, "inside": inside, "note": note}
+    options: dict[str, Any] = {"zmin": 0, "zmax": 1, "inside": inside, "note": note}
     return grid(values, across, down, title, "length (tokens)", "depth of the key", **options)
 
 
@@ -316,8 +316,8 @@ def _lab(runs: Sequence[Run]) -> Iterator[str]:
             )
             pad = "" if scratchpad == "none" else f", scratchpad {scratchpad}"
             title, axis = f"{run.name}: {task}, {size}{pad}", {"range": [-0.03, 1.03]}
-            marks = {"marks": {longest}, "marked": "trained up to"}
-            yield plot(lines, title, "length", "exact match", yaxis=axis, **marks)
+            options: dict[str, Any] = {"marks": {longest}, "marked": "trained up to"}
+            yield plot(lines, title, "length", "exact match", yaxis=axis, **options)
 
 
 def _accuracy(cells: Sequence[Record]) -> tuple[list[int], list[float]]:
