@@ -182,7 +182,8 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     perplexities = [
         score for scores in models.values() for score in scores if score["metric"] == "ppl"
     ]
-    lengths = {(run.record.get("settings") or {}).get("train_length") for run in runs} - {None}
+    settings = [run.record.get("settings") or {} for run in runs]
+    lengths = {int(each["train_length"]) for each in settings if each.get("train_length")}
     yield gate_list([(run.name, gate) for run in runs for gate in run.record.get("gates") or ()])
     for run in runs:
         yield from _notes(run)
@@ -218,7 +219,7 @@ def _perplexity(models: Mapping[str, Sequence[Record]], task: str, marks: set[in
             lengths = [score["length"] for score in of_task]
             measured |= {*lengths}
             lines.append(line(lengths, values, name, number, mode="lines+markers", error_y=spread))
-    axes = {"xaxis": length_axis(measured), "yaxis": log_axis(plotted)}
+    axes: dict[str, Any] = {"xaxis": length_axis(measured), "yaxis": log_axis(plotted)}
     note = "bars: 95% intervals"
     title, x = f"Perplexity, {task}", "length (tokens)"
     return plot(lines, title, x, "perplexity", marks=marks, note=note, **axes)
@@ -302,6 +303,7 @@ def _lab(runs: Sequence[Run]) -> Iterator[str]:
         for cell in run.record["cells"]:
             kind = (cell["task"], cell["size"], cell["scratchpad"])
             kinds.setdefault(kind, {}).setdefault(cell["encoding"], []).append(cell)
+        charts = []
         for (task, size, scratchpad), trained in kinds.items():
             lines = [
                 line(*_accuracy(trained[encoding]), encoding, number, mode="lines+markers")
@@ -315,9 +317,11 @@ def _lab(runs: Sequence[Run]) -> Iterator[str]:
                 for length in cell["in_range"]
             )
             pad = "" if scratchpad == "none" else f", scratchpad {scratchpad}"
-            title, axis = f"{run.name}: {task}, {size}{pad}", {"range": [-0.03, 1.03]}
+            title = f"{run.name}: {task}, {size}{pad}"
+            axis = {"range": [-0.03, 1.15], "dtick": 0.2}  # with room for the label of the mark
             options: dict[str, Any] = {"marks": {longest}, "marked": "trained up to"}
-            yield plot(lines, title, "length", "exact match", yaxis=axis, **options)
+            charts.append(plot(lines, title, "length", "exact match", yaxis=axis, **options))
+        yield side_by_side(charts)
 
 
 def _accuracy(cells: Sequence[Record]) -> tuple[list[int], list[float]]:
