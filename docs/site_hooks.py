@@ -31,11 +31,12 @@ def _inside_docs(text: str) -> str:
 
 
 def on_page_markdown(markdown, page, **_):
-    """Links to source files, which the site does not have, become their text."""
+    """Links to files that the site does not have become their text."""
     if page.file.src_uri == "tutorial.md":
         link = f'<a href="{NOTEBOOK}" download>This page as a notebook</a>'
         markdown = markdown.replace("\n\n", f"\n\n{link}\n\n", 1)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:src|tests|benchmarks)/[^)]*\)", r"\1", markdown)
+    outside = r"(?:(?:\.\./)+(?:src|tests|benchmarks)/[^)]*|CITATION\.cff)"
+    return re.sub(rf"\[([^\]]+)\]\({outside}\)", r"\1", markdown)
 
 
 def on_post_build(config):
