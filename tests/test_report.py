@@ -345,11 +345,11 @@ def test_study_shows_every_method_and_gaps_for_nan(written):
     assert training["data"][0]["y"] == [5.5, None, 5.25]
     books, other = titled(written, "study: small for 2×")
     assert {trace["name"]: trace["y"] for trace in books["data"]} == {
-        "none": [3.5, 8.5],
+        "as trained": [3.5, 8.5],
         "uniform": [4.0, 5.0],
     }
     assert {trace["name"]: trace["y"] for trace in other["data"]} == {
-        "none": [3.5, 9.5],
+        "as trained": [3.5, 9.5],
         "uniform": [3.75, None],
     }
     (scales,) = titled(written, "the best λ̂ by position")

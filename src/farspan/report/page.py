@@ -371,7 +371,8 @@ def _method_losses(methods: Mapping[str, Sequence[Record]], text: str, title: st
     lines = []
     for number, (method, cells) in enumerate(methods.items()):
         mean = np.mean([_to_floats(cell["loss"][text]) for cell in cells], axis=0)
-        lines.append(line(cells[0]["positions"], mean.tolist(), method, number))
+        name = "as trained" if method == "none" else method
+        lines.append(line(cells[0]["positions"], mean.tolist(), name, number))
     positions, length = cells[0]["positions"], cells[0]["train_length"]
     x, y, axis = "position (tokens)", "loss (nats per token)", position_axis(positions[-1])
     return plot(lines, title, x, y, marks={length}, xaxis=axis)
