@@ -138,7 +138,7 @@ def grid(
         "x": list(x),
         "y": list(y),
         "texttemplate": "%{z:.2f}",
-        "colorscale": "Viridis",
+        "colorscale": [[0, "--pale"], [1, "--cold"]],
         "showscale": False,
         "xgap": 1,
         "ygap": 1,
