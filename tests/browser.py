@@ -40,6 +40,7 @@ class Browser:
         # numbers, so that neither replaces the other.
         high = [fcntl.fcntl(pipe, fcntl.F_DUPFD, 10) for pipe in (commands, answers)]
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        options += ["--disable-dev-shm-usage"]  # containers have little of it
         options += ["--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"]
         options += [f"--user-data-dir={self._profile.name}", "about:blank"]
         self._process = subprocess.Popen(
