@@ -5,8 +5,12 @@ BIN    := $(VENV)/bin
 # One single-threaded worker for each core: on small models that beats one worker with many threads.
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)))')
 CONSTRAINTS ?= constraints.txt
-PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PIP    := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
+# pip compiles one file at a time. Some packages hold templates that are no Python.
+COMPILE = $(BIN)/python -m compileall -qq -j $(JOBS) $(VENV)/lib || true
+# Bytecode is written, so that the next process need not compile the tests again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test long mutants families oldest check lint types dev figures docs wheel clean
 
@@ -16,9 +20,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# The tests that take minutes.
+# The tests that take minutes. Files without one are not imported.
 long: $(VENV)/.installed
-	$(PYTEST) -m "long and not manual"
+	$(PYTEST) -m "long and not manual" $$(grep -l mark.long tests/test_*.py)
 
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev
@@ -68,8 +72,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[test]'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
+	$(COMPILE)
 	touch $@
