@@ -6,11 +6,9 @@ BIN    := $(VENV)/bin
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)))')
 CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
-# pip compiles one file at a time. Some packages hold templates that are no Python.
-COMPILE = $(BIN)/python -m compileall -qq -j $(JOBS) $(VENV)/lib || true
-# Bytecode is written, so that the next process need not compile the tests again.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test long mutants families oldest check lint types dev figures docs wheel clean
 
@@ -72,10 +70,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[test]'
-	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
-	$(COMPILE)
 	touch $@
