@@ -36,8 +36,10 @@ def doublings(first: int, last: int) -> list[int]:
     return [*lengths, last]
 
 
-def parse_length(text: str) -> int:
-    """`2048` -> 2,048; `16k` -> 16,384."""
+def parse_length(text: str | int) -> int:
+    """`2048` -> 2,048; `16k` -> 16,384. A number is a length already."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
     return _length(text, text, "2048 or 16k")
 
 

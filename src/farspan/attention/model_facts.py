@@ -84,6 +84,21 @@ def cache_bytes(layers: Sequence[Layer], tokens: int, element_size: int) -> int:
     )
 
 
+def forward_flops(model: PreTrainedModel, layers: Sequence[Layer], length: int) -> float:
+    """Of one token in a text of `length` tokens, on average."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    matrices = sum(weight.numel() for weight in model.parameters())
+    matrices -= 0 if head is table else table.numel()
+    return 2 * matrices + sum(_attention_flops(layer, length) for layer in layers)
+
+
+def _attention_flops(layer: Layer, length: int) -> float:
+    """Of the scores and the weighted values of one token, forward, on average over a text."""
+    window = min(layer.window or length, length)
+    mean_keys = window - window * (window - 1) / (2 * length)
+    return 4 * layer.heads * layer.head_dim * mean_keys
+
+
 def claimed_position(config: PreTrainedConfig, layer: int) -> str:
     """The position encoding of a layer by its config, which may be silent or wrong.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -38,8 +38,26 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
-from farspan.loading import find_patch, is_patch, load, load_config, load_gguf_config, quiet
+from farspan.loading import (
+    base_source,
+    find_patch,
+    is_patch,
+    load,
+    load_config,
+    load_gguf_config,
+    quiet,
+)
+from farspan.methods.rope import existing_rope_scaling
+from farspan.progress import Progress, automatic, shows_progress
+from farspan.workflows.inspect_summary import (
+    CacheReport,
+    cache_reports,
+    describe_rope_scaling,
+    next_commands,
+    stored_dtype,
+)
 
+STEPS = 4  # of the progress: load, probe, measure temperatures, fold
 CHECKED_TOKENS = 256
 CHECKED_DECODED = 8  # of them read one at a time from a cache
 FULL_SIZE_LIMIT = 300_000_000  # parameters of a model that is built whole if no small one can be
@@ -95,6 +113,10 @@ class Inspection:
     layers: tuple[LayerReport, ...]
     fold: FoldReport
     warnings: tuple[str, ...]
+    dtype: str = ""  # of the checkpoint, in which the cache is counted
+    rope: str | None = None  # the scaling and the base of its rotation, by the config
+    cache: tuple[CacheReport, ...] = ()  # by type of layer
+    next_commands: tuple[str, ...] = ()
     patch: dict[str, Any] | None = None  # what a patch folder adds to its base model
     seam_check: SeamCheck | None = None  # with `check`
 
@@ -103,12 +125,14 @@ class Inspection:
 
 
 @renamed_arguments(source="model")
+@shows_progress
 def inspect(
     model: str | Path | PreTrainedModel,
     *,
     position: str | None = None,
     check: bool = False,
     trust_remote_code: bool = False,
+    progress: Progress = automatic,
 ) -> Inspection:
     """Inspect a model by running it on a few tokens.
 
@@ -119,11 +143,15 @@ def inspect(
     >>> farspan.inspect("path/to/checkpoint").fold.possible
     True
     """
+    advance = progress("inspect", STEPS)
     if isinstance(model, PreTrainedModel):
-        return _with_check(_inspect_model(model, type(model).__name__), model, check)
+        advance(1, "probe the layers")
+        return _with_check(_inspect_model(model, type(model).__name__, advance), model, check)
     folder, name = Path(model), str(model)
+    advance(0, "load the model")
     if folder.suffix == ".gguf" and not folder.is_dir() and not check:
-        return _inspect_config(load_gguf_config(folder), name, False, "only its header was read")
+        why = "only its header was read"
+        return _inspect_config(load_gguf_config(folder), name, False, advance, why)
     if folder.is_dir() and not is_patch(folder):
         config = load_config(folder, position=position, trust_remote_code=trust_remote_code)
         if not weight_files(folder):
@@ -132,17 +160,27 @@ def inspect(
                     f"--check runs the model itself, and {name} has no weights; leave --check out, "
                     "or give a folder with weights"
                 )
-            return _inspect_config(config, name, trust_remote_code)
+            return _inspect_config(config, name, trust_remote_code, advance)
     loaded = load(model, position=position, trust_remote_code=trust_remote_code).model
+    advance(1, "probe the layers")
     _check_weights(loaded, name)
-    inspection, patch = _inspect_model(loaded, name), find_patch(model)
+    inspection, patch = _inspect_model(loaded, name, advance), find_patch(model)
     inspection = _with_check(inspection, loaded, check)
-    if patch is None:
-        return inspection
+    return inspection if patch is None else _with_patch(inspection, folder, patch)
+
+
+def _with_patch(inspection: Inspection, folder: Path, patch: Patch) -> Inspection:
+    """The inspection of a patched model with what the patch changes."""
     parts = "; ".join(describe_patch(patch))
     note = f"patched by {patch.method} for {patch.target:,} tokens: {parts}"
-    warnings = (note, *inspection.warnings)
-    return replace(inspection, patch=patch.portable().describe(), warnings=warnings)
+    base = base_source(folder, patch)
+    command = f"farspan eval {inspection.model} --baseline {base} -o results"
+    return replace(
+        inspection,
+        patch=patch.portable().describe(),
+        warnings=(note, *inspection.warnings),
+        next_commands=(command,),
+    )
 
 
 def _with_check(inspection: Inspection, model: PreTrainedModel, check: bool) -> Inspection:
@@ -223,21 +261,27 @@ def _scale_statistics(patch: Patch) -> str:
 
 
 def _inspect_config(
-    config: PreTrainedConfig, name: str, trust_remote_code: bool, why: str = "no weights"
+    config: PreTrainedConfig,
+    name: str,
+    trust_remote_code: bool,
+    advance: Callable[..., None],
+    why: str = "no weights",
 ) -> Inspection:
     _check_heads(config)
     note = f"{why}: probed on a small random model with the same layers"
     try:
         with quiet():
+            advance(0, "build a small model with the same layers")
             parameters = count_parameters(config, trust_remote_code)
             try:
                 small = small_model(config, trust_remote_code)
-                return _inspect_model(small, name, config, parameters, [note])
+                advance(1, "probe the layers")
+                return _inspect_model(small, name, advance, config, parameters, [note])
             except Exception:  # a family whose sizes depend on each other
                 if parameters > FULL_SIZE_LIMIT:
                     raise
                 full = new_model(config, trust_remote_code).eval()
-                return _inspect_model(full, name, config, parameters, [note])
+                return _inspect_model(full, name, advance, config, parameters, [note])
     except FarspanError:
         raise
     except Exception as error:
@@ -250,6 +294,7 @@ def _inspect_config(
 def _inspect_model(
     model: PreTrainedModel,
     name: str,
+    advance: Callable[..., None],
     config: PreTrainedConfig | None = None,
     parameters: int | None = None,
     notes: Sequence[str] = (),
@@ -282,6 +327,8 @@ def _inspect_model(
         ),
         fold=FoldReport(False, None, "the model does not support the attention seam", ()),
         warnings=tuple(warnings),
+        dtype=str(stored_dtype(config, model)).removeprefix("torch."),
+        rope=describe_rope_scaling(config),
     )
     try:
         layers = probe(model)
@@ -300,9 +347,14 @@ def _inspect_model(
             f"layers {MAX_LAYERS}–{config.num_hidden_layers - 1} were not run: each is described "
             f"by a layer of its kind, a multiple of {REPEATS} before it"
         )
+    advance(1, "measure temperatures")
     temperature, notes = describe_temperatures(model, layers, from_config.train_length)
+    advance(1, "fold scales")
+    scaled = existing_rope_scaling(config) is not None
     return replace(
         from_config,
+        cache=cache_reports(reports, stored_dtype(config, model)),
+        next_commands=next_commands(name, reports, from_config.train_length, scaled),
         head_dim=layers[0].head_dim,
         base_scale=layers[0].base_scale,
         temperature=temperature,

@@ -49,7 +49,7 @@ from farspan.loading import (
     resolve_device,
     upcast_small_model,
 )
-from farspan.methods.headscale import best_uniform
+from farspan.methods.headscale import SearchConfig, best_uniform
 from farspan.methods.registry import (
     check_compatible,
     fit_methods,
@@ -240,6 +240,8 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
         del settings["same_tokens"]
     if study.benchmarks == StudyBenchmarks():
         del settings["benchmarks"]
+    if study.extension.search.max_steps == SearchConfig.max_steps:
+        del settings["extension"]["search"]["max_steps"]
     return json.loads(json.dumps(settings))
 
 
