@@ -49,10 +49,10 @@ def shows_progress(function: Callable[P, T]) -> Callable[P, T]:
         if options.get("progress", automatic) is not automatic or not _somebody_watches():
             return function(*args, **options)
         with _display() as display:
-            options["progress"] = display.bar
+            shown_options: dict[str, Any] = {**options, "progress": display.bar}
             if "say" in parameters:
-                options.setdefault("say", display.say)
-            return function(*args, **options)
+                shown_options.setdefault("say", display.say)
+            return function(*args, **shown_options)
 
     return shown
 
@@ -169,9 +169,10 @@ class _NotebookDisplay(_Display):
         from IPython.display import HTML
         from rich.console import Console
 
-        console = Console(width=NOTEBOOK_WIDTH, file=io.StringIO(), force_jupyter=False)
+        text = io.StringIO()
+        console = Console(width=NOTEBOOK_WIDTH, file=text, force_jupyter=False)
         console.print(self.progress.get_renderable())
-        lines = "\n".join([*self.notes, console.file.getvalue().rstrip()])
+        lines = "\n".join([*self.notes, text.getvalue().rstrip()])
         return HTML(f"<pre>{html.escape(lines)}</pre>")
 
     def say(self, text: str) -> None:

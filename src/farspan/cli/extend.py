@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from farspan.cli.choices import PRESETS, complete, complete_method
 from farspan.cli.console import (
     console,
     make_facts,
@@ -50,6 +51,7 @@ Method = Annotated[
         help="Attention scales: uniform, headscale, headlog, piecewise, logn, llama4, ssmax. "
         "RoPE: pi, ntk, dynamic-ntk, yarn, drope. Weights: swan, continue. Two can be joined, e.g. "
         "yarn+headscale. auto tries those that suit the model and keeps the best.",
+        autocompletion=complete_method,
     ),
 ]
 Data = Annotated[
@@ -67,6 +69,7 @@ Preset = Annotated[
         help="quick: minutes for a small model on a CPU (searches of at most 50 steps, 4 windows "
         "to choose by, 4 to report on, 10 passkeys at each length); full: 200 steps, 8, 8, 20.",
         show_default="quick on a CPU, else full",
+        autocompletion=complete(PRESETS),
     ),
 ]
 RecipeName = Annotated[

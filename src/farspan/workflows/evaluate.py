@@ -51,10 +51,12 @@ from farspan.loading import (
     find_train_length,
 )
 from farspan.model.compile import compiled_layers
-from farspan.progress import Progress, silent
+from farspan.model_objects import ModelLike, accepts_model_objects
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.sharding import processes
+from farspan.workflows.eval_estimate import EvalClock
 from farspan.workflows.eval_models import load_eval_model
 from farspan.workflows.evaluate_engine import (
     check_engine_options,
@@ -68,34 +70,43 @@ COMPILE_FROM = 1e16  # tokens × parameters of work from which compiling pays on
 
 
 @renamed_arguments(source="model", vs="baseline", require="gate", items="limit")
+@accepts_model_objects
+@shows_progress
 def evaluate(
-    model: str | Path,
+    model: ModelLike,
     suite: str = "quick",
     out: str | Path = "eval",
     *,
-    baseline: str | Path | None = None,
+    baseline: ModelLike | None = None,
     gate: Sequence[str] = (),
+    preset: str | None = None,
     config: EvalConfig | None = None,
     position: str | None = None,
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> EvalResult:
     """Measure a model; cells that the results folder `out` already holds are not measured again.
 
-    model: whatever `load` takes, or the URL of a server that `engine=EngineOptions(…)` describes.
+    model: a name or path, a model object, what `load` returns, or the URL of a server that
+        `engine=EngineOptions(…)` describes.
     suite: quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench, commonsense.
     baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
+    preset: quick (8 windows, 5 examples of each task, 1 passkey at each depth, where nothing else
+        is set) or full; default: quick on a CPU.
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
         seed, tasks, apply_chat_template, system_instruction, threshold, engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
     >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
     """
-    state, config = processes(), (config or EvalConfig()).with_settings(settings)
+    state, given = processes(), config or EvalConfig()
+    if preset or (config is None and _is_slow(model, device or state.device)):
+        settings["preset"] = preset or "quick"
+    config = given.with_settings(settings)
     check_engine_options([model, baseline], config.engine)
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
@@ -118,6 +129,11 @@ def evaluate(
         options["position"] = baseline_position
         measured.append(run.measure(baseline, options, measured[0]))
     return run.finish(measured, list(gate), options)
+
+
+def _is_slow(model: Any, device: str | torch.device) -> bool:
+    """Whether the model runs here, on a CPU."""
+    return not is_url(model) and torch.device(device).type == "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +224,7 @@ class _EvalRun:
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
         if isinstance(model.model, Engine):
             model.model.answers = Cells(self.out / "answers", say=self.say)
-        samples = _run_cells(model, evaluations, cells, self.progress)
+        samples = _run_cells(model, evaluations, cells, self.progress, self.say)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
         for evaluation, group in zip(evaluations, samples, strict=True):
             if isinstance(evaluation, NonLiteral):
@@ -355,7 +371,11 @@ def _notes(model: EvalModel, plan: EvalPlan, evaluations: Sequence[Eval]) -> tup
 
 
 def _run_cells(
-    model: EvalModel, evaluations: Sequence[Eval], cells: Cells, progress: Progress
+    model: EvalModel,
+    evaluations: Sequence[Eval],
+    cells: Cells,
+    progress: Progress,
+    say: Callable[[str], None],
 ) -> list[list[Sample]]:
     """The samples of each evaluation: first the cells that no process has claimed, length by
     length, then those that others compute."""
@@ -365,6 +385,10 @@ def _run_cells(
         for each in evaluations
     ]
     every_cell = {key: item for items in by_evaluation for key, item in items.items()}
+    missing = {key: cell for key, (_, cell) in every_cell.items() if cells.get(key) is None}
+    clock = EvalClock(model, missing)
+    if missing:
+        say(f"{model.name}: {clock.sentence(len(every_cell))}")
     advance, counted = progress(model.name, len(every_cell)), set()
     # Passkey prompts share a prefix; the cache lives for this run, in which the model is fixed.
     has_passkeys = any(isinstance(each, Passkey) for each in evaluations)
@@ -374,7 +398,7 @@ def _run_cells(
     def on_done(key: str) -> None:
         if key not in counted:
             counted.add(key)
-            advance(1, _label(every_cell[key][1]))
+            advance(1, f"{_label(every_cell[key][1])}{clock.left_after(key)}")
 
     def work(item: tuple[Eval, EvalCell]) -> dict[str, Any]:
         if isinstance(model.model, Engine):
@@ -387,8 +411,8 @@ def _run_cells(
         return {**shared, "name": model.name, **asdict(item[1])}
 
     for group in _groups(every_cell):
-        missing = [cell for key, (_, cell) in group.items() if cells.get(key) is None]
-        with _maybe_compiled(local, missing) if local else nullcontext():
+        todo = [cell for key, (_, cell) in group.items() if cells.get(key) is None]
+        with _maybe_compiled(local, todo) if local else nullcontext():
             compute_unclaimed(cells, group, work, describe=describe, on_done=on_done)
     results = finish(cells, every_cell, work, describe=describe, on_done=on_done)
     return [

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -54,10 +55,12 @@ from farspan.methods.registry import (
     unused_settings,
 )
 from farspan.model.loss import last_logits_cpu, token_losses
+from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import Progress, Stage, automatic, shows_progress, with_total
 from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
+from farspan.summaries import Plotted, draw
 from farspan.train.loop import LOCK, lock_run
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import overlapping, search_text, split_text
@@ -78,8 +81,8 @@ Data = str | Path | Mapping[str, str | Path]
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, eq=False)
-class ExtendResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class ExtendResult(Plotted):
     """The patch, and what it gains and costs."""
 
     patch: Patch
@@ -92,6 +95,25 @@ class ExtendResult:
     effect: float  # largest logit difference between the patched model and its base
     notes: tuple[str, ...]
     details: dict[str, Any] = field(default_factory=dict)  # what the methods measured and chose
+
+    def facts(self) -> dict[str, str]:
+        changes = {
+            name: f"{self.before[name]:.3f} before, {self.after[name]:.3f} after"
+            for name in self.after
+        }
+        base = self.patch.label or self.patch.name
+        return {
+            "patch": f"{self.patch.method} for {self.patch.target:,} tokens, in {self.folder}",
+            "model": f"{base}, trained on {self.patch.train_length:,} tokens",
+            **changes,
+            "notes": "; ".join(self.notes),
+        }
+
+
+@draw.register
+def _(result: ExtendResult) -> Figure:
+    title = result.patch.label or result.patch.name
+    return figures.loss_curves(result.curves, result.patch.train_length, title)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +152,10 @@ class _ExtendRun:
 
 
 @renamed_arguments(source="model")
+@accepts_model_objects
 @shows_progress
 def extend(
-    model: str | Path,
+    model: ModelLike,
     to: int | str,
     out: str | Path | None = None,
     method: str = "auto",
@@ -151,6 +174,7 @@ def extend(
 ) -> ExtendResult:
     """Extend a model to `to` tokens: fit `method` and write the patch to the new folder `out`.
 
+    model: a name or path, a model object, or what `load` returns.
     to: the target length, as 2048 or "16k".
     out: default: the name of the model and the target, as nope-twin-1024.
     method: uniform, headscale, headlog, piecewise, logn, llama4, ssmax (attention scales); pi, ntk,
@@ -168,7 +192,7 @@ def extend(
     given = (method, preset, recipe, overrides, position, bos, device, trust_remote_code)
     run = _make_run(model, *given, progress, say)
     to = parse_length(to)
-    out, state = Path(out or f"{Path(model).name}-{to}"), processes()
+    out, state = Path(out or f"{Path(str(model)).name}-{to}"), processes()
     check_absent(out)
     prepared = _prepare(run, data, to, train_length, out)
     with _search_folder(prepared.job, run):
@@ -180,9 +204,10 @@ def extend(
     return result
 
 
+@accepts_model_objects
 @shows_progress
 def estimate_extension(
-    model: str | Path,
+    model: ModelLike,
     to: int | str,
     method: str = "auto",
     *,
@@ -230,7 +255,7 @@ def _estimate(prepared: _Prepared) -> tuple[ExtendEstimate, list[Stage]]:
     seconds: dict[str, float] = {}
     for stage in stages:
         seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
-    distilled = {}
+    distilled: dict[str, Any] = {}
     if "swan" in candidates:
         cost = distillation_cost(model, prepared.layers, job, run.config)
         distilled = {"tokens": cost.tokens, "steps": cost.steps, "flops": cost.flops}
@@ -247,7 +272,7 @@ def _estimate(prepared: _Prepared) -> tuple[ExtendEstimate, list[Stage]]:
 
 
 def _make_run(
-    model: str | Path,
+    model: Any,
     method: str,
     preset: str | None,
     recipe: ExtendConfig | str | Path | None,
@@ -595,20 +620,21 @@ def _measure(
     """Loss and passkey accuracy at the reported lengths, and the loss by position."""
     reset_dynamic_rope(model)
     lengths = reported_lengths(job)
-    advance = job.progress(f"measure {when}", 1 + len(lengths))
+    shortest = job.target + 1
+    if config.passkeys:
+        shortest = max(scored_documents(tokenizer).shortest, job.train_length)
+    read = [length for length in lengths if length >= shortest]
+    advance = job.progress(f"measure {when}", 1 + len(read))
     curve = loss_by_position(model, windows).numpy()
     advance(1, f"loss {curve.mean():.4f}")
     positions = np.arange(1, len(curve) + 1)
     values = {f"loss@{n}": mean_before(n, job.train_length, positions, curve) for n in lengths}
-    if config.passkeys:
-        shortest = max(scored_documents(tokenizer).shortest, job.train_length)
-        for length in lengths:
-            if length >= shortest:
-                reset_dynamic_rope(model)
-                values[f"passkey@{length}"] = passkey_accuracy(
-                    model, tokenizer, length, keys=config.passkeys, seed=config.seed
-                )
-                advance(1, f"passkeys at {length}: {values[f'passkey@{length}']:.2f}")
+    for length in read:
+        reset_dynamic_rope(model)
+        values[f"passkey@{length}"] = passkey_accuracy(
+            model, tokenizer, length, keys=config.passkeys, seed=config.seed
+        )
+        advance(1, f"passkeys at {length}: {values[f'passkey@{length}']:.2f}")
     return values, curve
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.model_facts import forward_flops
 from farspan.attention.probe import Layer
 from farspan.lengths import doublings
 from farspan.methods.headscale import VALIDATED, ScaledModel
-from farspan.methods.job import FitJob, grid_size, loss_by_position
+from farspan.methods.job import FitJob, grid_size
 from farspan.methods.registry import SCALE_METHODS, TUNING_STEPS, ExtendConfig
 from farspan.methods.rope import FACTORS, ROPE_SCALINGS
 from farspan.methods.schedules import SCHEDULES
@@ -23,21 +20,17 @@ from farspan.methods.swan import SLOPES, DistillPlan, distillation_flops, planne
 from farspan.methods.tuning import BATCH, FAIR_STEPS
 from farspan.methods.uniform import COARSE, STEP
 from farspan.progress import Stage, format_duration
+from farspan.summaries import Summarized
+from farspan.workflows.timing import ForwardSpeed, fastest_run, measured_part
 
-MEASURED = 5e9  # parameters × tokens of the measured window, at most: seconds on a CPU
-MEASURING = 0.5  # seconds
-LENGTHS = (64, 256)  # of the measured window, at least and at most
 PASSKEY_DEPTHS = 10
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a pass over one window, from a pass that was measured."""
+    """The time of passes over one window."""
 
-    model: PreTrainedModel
-    layers: Sequence[Layer]
-    seconds: float  # of a forward pass
-    length: int  # of the measured window
+    forward: ForwardSpeed
     backward: float  # a pass with the gradient of scales, in forward passes; 0: not needed
 
     @classmethod
@@ -49,55 +42,34 @@ class Speed:
         candidates: Sequence[str],
     ) -> Speed:
         """Run a window that is short enough to take a second or two."""
-        low, high = LENGTHS
-        wanted = min(high, max(low, int(MEASURED / model.num_parameters())))
-        ids = job.search[:1, :wanted].to(model.device)
-        forward = _seconds(model.device, lambda: loss_by_position(model, ids))
+        forward = ForwardSpeed.measure(model, layers, job.search[:1])
         searches = any("headscale" in name or "headlog" in name for name in candidates)
-        backward = _seconds_of_gradient(model, job, ids) if searches else 0.0
-        return cls(model, layers, forward, ids.shape[1], backward / forward)
-
-    def forward(self, length: int) -> float:
-        """By FLOPs, where the measured window is shorter."""
-        flops = [n * forward_flops(self.model, self.layers, n) for n in (length, self.length)]
-        return self.seconds * flops[0] / flops[1]
+        backward = _seconds_of_gradient(model, job) if searches else 0.0
+        return cls(forward, backward / forward.seconds)
 
 
-def _seconds_of_gradient(model: PreTrainedModel, job: FitJob, ids: Tensor) -> float:
+def _seconds_of_gradient(model: PreTrainedModel, job: FitJob) -> float:
     """Of a pass with the gradient of scales, as a search takes it."""
-    scaled = ScaledModel(model, job.uniform(1.0))
+    scaled, ids = ScaledModel(model, job.uniform(1.0)), measured_part(model, job.search[:1])
     seam.install(model, scaled.scales)
     try:
         with seam.frozen(model):
-            return _seconds(
+            return fastest_run(
                 model.device, lambda: torch.autograd.grad(scaled(ids), [*scaled.parameters()])
             )
     finally:
         seam.remove_scales(model)
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of the fastest of several runs: the first one also prepares kernels, and others may have to
-    share their cores."""
-    durations: list[float] = []
-    while len(durations) < 2 or (sum(durations) < MEASURING and len(durations) < 10):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        durations.append(time.perf_counter() - start)
-    return min(durations)
-
-
 def extension_stages(
     speed: Speed, job: FitJob, config: ExtendConfig, candidates: Sequence[str], is_auto: bool
 ) -> list[Stage]:
     """The stages of an extension with their time, in order. A search may end earlier."""
-    choose = config.choose_windows * speed.forward(job.target)
-    measure = config.report_windows * speed.forward(job.target)
+    choose = config.choose_windows * speed.forward.of(job.target)
+    measure = config.report_windows * speed.forward.of(job.target)
     lengths = doublings(job.train_length, job.target) if config.passkeys else []
     for length in lengths:  # prompts share their beginning
-        measure += config.passkeys * PASSKEY_DEPTHS * speed.forward(length) / 2
+        measure += config.passkeys * PASSKEY_DEPTHS * speed.forward.of(length) / 2
     stages = [Stage("measure before", measure)]
     for name in (part for candidate in candidates for part in candidate.split("+")):
         stages += _method_stages(name, speed, job, config, choose)
@@ -106,7 +78,7 @@ def extension_stages(
     return [
         *stages,
         Stage("measure after", measure),
-        Stage("verify", 3 * speed.forward(job.target)),
+        Stage("verify", 3 * speed.forward.of(job.target)),
     ]
 
 
@@ -132,7 +104,7 @@ def distillation_cost(
 def _method_stages(
     name: str, speed: Speed, job: FitJob, config: ExtendConfig, choose: float
 ) -> Iterator[Stage]:
-    search_window = speed.forward(job.search.shape[1])
+    search_window = speed.forward.of(job.search.shape[1])
     if name == "uniform":
         values = grid_size(COARSE, STEP)
         yield Stage(name, values * choose, values)
@@ -144,15 +116,15 @@ def _method_stages(
         step = plan.batch * speed.backward * search_window
         if plan.plateau is not None:
             rows = min(VALIDATED, config.choose_windows)
-            step += rows * speed.forward(job.target) / plan.plateau.every
+            step += rows * speed.forward.of(job.target) / plan.plateau.every
         for _ in plan.lr:
             yield Stage(f"{name} lr", plan.steps * step, plan.steps)
     elif name == "swan":
-        distilling = distillation_cost(speed.model, speed.layers, job, config)
-        rate = forward_flops(speed.model, speed.layers, speed.length) * speed.length / speed.seconds
-        passes = config.swan.measured_rows * speed.forward(distilling.length)
-        yield Stage("measure layers", 2 * len(speed.layers) * passes)
-        yield Stage("distill", distilling.flops / rate, distilling.steps)
+        model, layers = speed.forward.model, speed.forward.layers
+        distilling = distillation_cost(model, layers, job, config)
+        passes = config.swan.measured_rows * speed.forward.of(distilling.length)
+        yield Stage("measure layers", 2 * len(layers) * passes)
+        yield Stage("distill", distilling.flops / speed.forward.rate, distilling.steps)
         if config.swan.sharpen:
             yield Stage("sharpen", len(SLOPES) * choose)
     elif name in ROPE_SCALINGS and not config.tune:
@@ -163,8 +135,8 @@ def _method_stages(
         yield Stage(name, steps * batch * 3 * search_window, steps)
 
 
-@dataclass(frozen=True)
-class ExtendEstimate:
+@dataclass(frozen=True, repr=False)
+class ExtendEstimate(Summarized):
     """The cost of an extension; keys of --json. Without distillation, tokens is 0."""
 
     methods: tuple[str, ...]  # more than one if auto chooses among them
@@ -188,5 +160,5 @@ class ExtendEstimate:
         if self.preset == "quick":
             parts[1] = f"full: at most about {format_duration(self.full_seconds)}"
         shown = "; ".join(filter(None, parts))
-        time = f"at most about {format_duration(self.seconds)}"
-        return f"{time} ({shown})" if shown else time
+        seconds = f"at most about {format_duration(self.seconds)}"
+        return f"{seconds} ({shown})" if shown else seconds

@@ -48,7 +48,9 @@ from farspan.loading import (
     quiet,
 )
 from farspan.methods.rope import existing_rope_scaling
+from farspan.model_objects import ModelLike
 from farspan.progress import Progress, automatic, shows_progress
+from farspan.summaries import Summarized
 from farspan.workflows.inspect_summary import (
     CacheReport,
     cache_reports,
@@ -96,8 +98,8 @@ class SeamCheck:
     limit: float  # what rounding explains
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Summarized):
     """The result of `farspan inspect`; `to_json` has stable keys."""
 
     model: str
@@ -123,11 +125,29 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def facts(self) -> dict[str, str]:
+        layers: dict[str, list[int]] = {}
+        for layer in self.layers:
+            window = f", window {layer.window:,}" if layer.window else ""
+            layers.setdefault(f"{layer.position}{window}", []).append(layer.index)
+        cache = sum(report.per_token for report in self.cache)
+        return {
+            "model": f"{self.model} ({self.family}, {self.parameters:,} parameters)",
+            "train length": f"{self.train_length:,} tokens" if self.train_length else "unknown",
+            "layers": "; ".join(f"{kind} in {format_ranges(at)}" for kind, at in layers.items()),
+            "rotation": self.rope or "",
+            "temperature": self.temperature or "",
+            "scales fold": f"into {self.fold.site}" if self.fold.possible else "no",
+            "KV cache": f"{cache:,} bytes per token in {self.dtype}" if cache else "",
+            "notes": "; ".join(self.warnings),
+            "next": "; ".join(self.next_commands),
+        }
+
 
 @renamed_arguments(source="model")
 @shows_progress
 def inspect(
-    model: str | Path | PreTrainedModel,
+    model: ModelLike,
     *,
     position: str | None = None,
     check: bool = False,
@@ -144,6 +164,8 @@ def inspect(
     True
     """
     advance = progress("inspect", STEPS)
+    if isinstance(model, tuple):  # what `load` returns
+        model = model[0]
     if isinstance(model, PreTrainedModel):
         advance(1, "probe the layers")
         return _with_check(_inspect_model(model, type(model).__name__, advance), model, check)

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from farspan.attention.model_facts import cache_bytes
+from farspan.attention.model_facts import CachingLayer, cache_bytes
 from farspan.methods.registry import recommended_method
 
 CACHE_LENGTHS = (32_768, 131_072)
-
-
-class AttentionLayer(Protocol):
-    """A probed layer, or what a report says of one."""
-
-    @property
-    def position(self) -> str: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -38,8 +25,8 @@ class CacheReport:
     at: dict[int, int]  # length of a text -> bytes
 
 
-def cache_reports(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> tuple[CacheReport, ...]:
-    groups: dict[str, list[AttentionLayer]] = {}
+def cache_reports(layers: Sequence[CachingLayer], dtype: torch.dtype) -> tuple[CacheReport, ...]:
+    groups: dict[str, list[CachingLayer]] = {}
     for layer in layers:
         window = f", window {layer.window:,}" if layer.window else ""
         groups.setdefault(f"{layer.position}{window}", []).append(layer)
@@ -82,7 +69,7 @@ def _describe_rope(rope: dict[str, Any]) -> str:
 
 
 def next_commands(
-    name: str, layers: Sequence[AttentionLayer], train_length: int | None, scaled: bool
+    name: str, layers: Sequence[CachingLayer], train_length: int | None, scaled: bool
 ) -> tuple[str, ...]:
     """Measure first, then extend by the method for this kind of model."""
     length = "" if train_length else " --train-length N"
