@@ -115,7 +115,9 @@ def load(
         dequantized to bf16 on a GPU and to float32 on a CPU.
     attn_implementation: as in transformers.
 
-    >>> model, tokenizer = farspan.load("path/to/checkpoint")
+    >>> model, tokenizer = farspan.load("nope-twin")
+    >>> model.config.max_position_embeddings
+    512
     """
     check_device(device)
     if isinstance(model, ModelObject):

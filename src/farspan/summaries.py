@@ -95,7 +95,7 @@ def draw(result: Any) -> Figure:
 
 def shorten(value: Any) -> str:
     """A value in one line: "" for None, the number of items of a long list."""
-    if value is None or value == "" or value == ():
+    if value is None or (isinstance(value, str | tuple) and not value):
         return ""
     if isinstance(value, Summarized):
         return " ".join(repr(value).split())

@@ -29,7 +29,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "extend": (
         "farspan extend nope-twin --to 1024",
-        "farspan extend MODEL --to 16k --method yarn+headscale --data books/ -o model-16k",
+        "farspan extend MODEL --to 16k --method yarn+headscale --data books/",
         "farspan extend MODEL --to 16k --preset full --dry-run",
     ),
     "eval": (
@@ -38,7 +38,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "farspan eval http://localhost:8000/v1 --tokenizer MODEL --suite needle -o served",
     ),
     "export": ("farspan export nope-1k --format stock --dtype bfloat16 -o nope-1k-stock",),
-    "check": ("farspan check nope-1k http://localhost:8000/v1",),
+    "check": ("farspan check nope-1k --engine http://localhost:8000/v1",),
     "generate": ('farspan generate nope-1k --prompt "The history of" --max-new-tokens 32',),
     "pretrain": ("farspan pretrain twin-nope data.folder=path/to/data --dry-run",),
     "reproduce": ("farspan reproduce extend-small folder=path/to/data",),

@@ -13,7 +13,9 @@ from farspan.evals.suites import EvalModel
 from farspan.progress import LEFT, format_duration
 from farspan.workflows.timing import LENGTHS, ForwardSpeed
 
-COUNTS = ("count", "keys", "samples", "limit")  # the settings of a cell that count its texts
+# The settings of a cell that count its texts.
+COUNTS = ("count", "curve", "keys", "samples", "limit")
+SAID_FROM = 5.0  # seconds; a shorter evaluation is not worth a sentence
 SHARED = {"passkey": 0.5}  # prompts share their beginning, on average half of a text
 
 
@@ -28,6 +30,10 @@ class EvalClock:
         self.left = sum(self.seconds.values())
         self.unknown = len(missing) - len(self.seconds)
         self.done, self.started = 0.0, time.monotonic()
+
+    @property
+    def worth_saying(self) -> bool:
+        return self.left >= SAID_FROM or self.unknown > 0
 
     def sentence(self, cells: int) -> str:
         """`40 of 60 cells to measure, about 3.2 minutes`."""
@@ -58,5 +64,6 @@ def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, 
     for key, cell in cells.items():
         count = next((cell.settings[name] for name in COUNTS if cell.settings.get(name)), None)
         if count is not None:
+            count = min(count, cell.settings.get("windows") or count)  # at most so many in all
             seconds[key] = count * speed.of(cell.length) * SHARED.get(cell.eval, 1.0)
     return seconds

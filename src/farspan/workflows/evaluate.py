@@ -91,49 +91,43 @@ def evaluate(
 ) -> EvalResult:
     """Measure a model; cells that the results folder `out` already holds are not measured again.
 
-    model: a name or path, a model object, what `load` returns, or the URL of a server that
-        `engine=EngineOptions(…)` describes.
+    model: a name or path, a model object, what `load` returns, or the URL of a server.
     suite: quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench, commonsense.
     baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
-    preset: quick (8 windows, 5 examples of each task, 1 passkey at each depth, where nothing else
-        is set) or full; default: quick on a CPU.
+    preset: quick (less text, on a CPU the default) or full.
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
         seed, tasks, apply_chat_template, system_instruction, threshold, engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
-    >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
+
+    >>> farspan.evaluate("nope-twin", "perplexity", "results", lengths="256", windows=1).suite
+    'perplexity'
     """
-    state, given = processes(), config or EvalConfig()
-    if preset or (config is None and _is_slow(model, device or state.device)):
-        settings["preset"] = preset or "quick"
-    config = given.with_settings(settings)
+    device = device or processes().device
+    if preset := preset or _default_preset(model, device, config):
+        settings["preset"] = preset
+    config = (config or EvalConfig()).with_settings(settings)
     check_engine_options([model, baseline], config.engine)
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
-    options: LoadOptions = {
-        "position": position,
-        "device": device or state.device,
-        "trust_remote_code": trust_remote_code,
-        "progress": progress,
-    }
+    options = LoadOptions(device=device, trust_remote_code=trust_remote_code, progress=progress)
     baseline_position = None if baseline is None else _position(baseline, model, position)
     if baseline is not None and not is_url(baseline):  # refused before the model is measured
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
-    if config.metric == LONGPPL:
-        source = config.engine.tokenizer if is_url(baseline or model) else baseline or model
-        train_length = find_train_length(source, trust_remote_code)
-        run = replace(run, evaluator=Evaluator(str(baseline or model), train_length))
-    options["position"] = _position(model, baseline, position)
-    measured = [run.measure(model, options)]
+    run = run.with_evaluator(baseline or model, trust_remote_code)
+    measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
     if baseline is not None:
         options["position"] = baseline_position
         measured.append(run.measure(baseline, options, measured[0]))
     return run.finish(measured, list(gate), options)
 
 
-def _is_slow(model: Any, device: str | torch.device) -> bool:
-    """Whether the model runs here, on a CPU."""
-    return not is_url(model) and torch.device(device).type == "cpu"
+def _default_preset(
+    model: Any, device: str | torch.device, config: EvalConfig | None
+) -> str | None:
+    """quick for a model that runs here, on a CPU, unless a config gives all settings."""
+    slow = config is None and not is_url(model) and torch.device(device).type == "cpu"
+    return "quick" if slow else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +189,14 @@ class _EvalRun:
         check_results_folder(out, "eval")
         _check_suite(out, name)
         return cls(name, suite, config, texts, parsed, out, progress, say, bos)
+
+    def with_evaluator(self, model: str | Path, trust_remote_code: bool) -> _EvalRun:
+        """The run with the model that chooses the key tokens of LongPPL, if that is measured."""
+        if self.config.metric != LONGPPL:
+            return self
+        source = self.config.engine.tokenizer if is_url(model) else model
+        train_length = find_train_length(source, trust_remote_code)
+        return replace(self, evaluator=Evaluator(str(model), train_length))
 
     def measure(
         self, source: str | Path, options: LoadOptions, compared: _Measurement | None = None
@@ -387,7 +389,7 @@ def _run_cells(
     every_cell = {key: item for items in by_evaluation for key, item in items.items()}
     missing = {key: cell for key, (_, cell) in every_cell.items() if cells.get(key) is None}
     clock = EvalClock(model, missing)
-    if missing:
+    if clock.worth_saying:
         say(f"{model.name}: {clock.sentence(len(every_cell))}")
     advance, counted = progress(model.name, len(every_cell)), set()
     # Passkey prompts share a prefix; the cache lives for this run, in which the model is fixed.

@@ -70,12 +70,15 @@ def export(
 ) -> ExportResult:
     """Write a patched model, or any model, as live, folded, stock, peft or gguf, and prove it.
 
-    model: a patch folder, or any model that `load` accepts.
+    model: a patch folder, any other name or path, a model object, or what `load` returns.
+    format: live (farspan), folded (scales in the weights), stock (plain transformers), peft
+        (adapter) or gguf (llama.cpp).
     out: a new folder.
     dtype: of the written weights. Narrower types than float32 round, and the proof allows for that.
         live keeps the dtype of the base model and peft writes float32, so they accept no other.
 
-    >>> farspan.export("runs/extended", "exported", "stock").proofs["inside"].max_abs_logit
+    >>> farspan.export("rope-twin", "exported", "stock").proofs["inside"].holds
+    True
     """
     _check_options(format, dtype)
     check_absent(Path(out))

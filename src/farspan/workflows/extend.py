@@ -185,7 +185,7 @@ def extend(
     bos: whether texts begin with a begin-of-text token: yes, no, or auto, by the model's metadata,
         and where they are silent by its loss. The patch remembers it.
 
-    >>> result = farspan.extend("nope-twin", to="1k", out="nope-1k", method="uniform")
+    >>> result = farspan.extend("rope-twin", to="1k", out="rope-1k", method="yarn")
     >>> result.after["loss@1024"] < result.before["loss@1024"]
     True
     """

@@ -156,12 +156,14 @@ def inspect(
 ) -> Inspection:
     """Inspect a model by running it on a few tokens.
 
+    model: a name or path, a model object, or what `load` returns.
+
     A folder with only a config, and a .gguf file, are inspected on a small random model with the
     same layers.
     check: compare the logits of the model with and without the attention seam.
 
-    >>> farspan.inspect("path/to/checkpoint").fold.possible
-    True
+    >>> farspan.inspect("nope-twin").layers[0].position
+    'none'
     """
     advance = progress("inspect", STEPS)
     if isinstance(model, tuple):  # what `load` returns
@@ -323,35 +325,8 @@ def _inspect_model(
 ) -> Inspection:
     """`config` and `parameters` are those of the full model if `model` is a small stand-in."""
     stands_in, config = config is not None, _check_heads(config or model.config)
-    heads, kv_heads = head_counts(config)
-    warnings = [*notes, *_config_warnings(config)]
-    from_config = Inspection(
-        model=name,
-        family=config.model_type,
-        parameters=parameters or _parameter_count(model),
-        train_length=config_train_length(config),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim(config),
-        base_scale=head_dim(config) ** -0.5,
-        temperature=None,
-        query_norm=None,
-        layers=tuple(
-            LayerReport(
-                index,
-                "unknown",
-                claimed_position(config, index),
-                None,
-                *layer_heads(config, index, None),
-                head_dim(config),
-            )
-            for index in range(config.num_hidden_layers)
-        ),
-        fold=FoldReport(False, None, "the model does not support the attention seam", ()),
-        warnings=tuple(warnings),
-        dtype=str(stored_dtype(config, model)).removeprefix("torch."),
-        rope=describe_rope_scaling(config),
-    )
+    from_config = _describe_config(config, model, name, parameters, notes)
+    warnings = list(from_config.warnings)
     try:
         layers = probe(model)
     except FarspanError as error:  # off the attention interface: only the config is left
@@ -384,6 +359,44 @@ def _inspect_model(
         layers=reports,
         fold=_fold_report(model, layers),
         warnings=(*warnings, *notes, *_disagreements(reports)),
+    )
+
+
+def _describe_config(
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    name: str,
+    parameters: int | None,
+    notes: Sequence[str],
+) -> Inspection:
+    """What a config says of a model that is not probed yet."""
+    heads, kv_heads = head_counts(config)
+    return Inspection(
+        model=name,
+        family=config.model_type,
+        parameters=parameters or _parameter_count(model),
+        train_length=config_train_length(config),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim(config),
+        base_scale=head_dim(config) ** -0.5,
+        temperature=None,
+        query_norm=None,
+        layers=tuple(
+            LayerReport(
+                index,
+                "unknown",
+                claimed_position(config, index),
+                None,
+                *layer_heads(config, index, None),
+                head_dim(config),
+            )
+            for index in range(config.num_hidden_layers)
+        ),
+        fold=FoldReport(False, None, "the model does not support the attention seam", ()),
+        warnings=(*notes, *_config_warnings(config)),
+        dtype=str(stored_dtype(config, model)).removeprefix("torch."),
+        rope=describe_rope_scaling(config),
     )
 
 
