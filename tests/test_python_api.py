@@ -143,7 +143,9 @@ def test_every_class_of_results_is_among_the_tested(results):
 def test_results_with_a_figure_draw_it(results):
     drawn = [result for result in results if isinstance(result, Plotted)]
     assert {type(result) for result in drawn} == {Diagnosis, Diagnoses, ExtendResult, EvalResult}
-    assert isinstance(drawn[0].plot(), Figure)
+    figure = drawn[0].plot()
+    assert isinstance(figure, Figure)
+    assert figure._repr_png_().startswith(b"\x89PNG"), "a notebook shows it"
     for result in drawn:
         assert "<img alt='figure of" in result._repr_html_()
 
@@ -267,9 +269,12 @@ def test_a_notebook_shows_bars_in_one_output(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(progress_module, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress_module, "NOTEBOOK_INTERVAL", -1)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     assert count_to_three() == "done"
-    assert pages[-1].startswith("<pre>three steps")
-    assert "3/3" in pages[-1]
+    assert any("3/3" in page for page in pages)
+    assert pages[-1].startswith("<pre>three steps\ntook ")
+    assert not any("\x1b" in page for page in pages)
 
 
 def test_the_total_says_what_is_left_and_jumps_over_saved_work(monkeypatch):

@@ -157,35 +157,43 @@ class _NotebookDisplay(_Display):
     """The bars of a command, in one output of a cell. ipywidgets are not needed."""
 
     def __init__(self, progress: Any):
-        from IPython.display import display
-
         super().__init__(progress)
         self.logs = False
         self.notes: list[str] = []
-        self.output = display(self._page(), display_id=True)
-        self.updated = 0.0
+        self.output: Any = None  # from the first bar or note on
+        self.started = self.updated = time.monotonic()
 
-    def _page(self) -> Any:
-        from IPython.display import HTML
+    def _show(self, text: str) -> None:
+        from IPython.display import HTML, display
+
+        page = HTML(f"<pre>{html.escape(text)}</pre>")
+        if self.output is None:
+            self.output = display(page, display_id=True)
+        else:
+            self.output.update(page)
+
+    def _show_bars(self) -> None:
         from rich.console import Console
 
         text = io.StringIO()
-        console = Console(width=NOTEBOOK_WIDTH, file=text, force_jupyter=False)
+        console = Console(width=NOTEBOOK_WIDTH, file=text, force_jupyter=False, color_system=None)
         console.print(self.progress.get_renderable())
-        lines = "\n".join([*self.notes, text.getvalue().rstrip()])
-        return HTML(f"<pre>{html.escape(lines)}</pre>")
+        self._show("\n".join([*self.notes, text.getvalue().rstrip()]))
+        self.updated = time.monotonic()
 
     def say(self, text: str) -> None:
         self.notes.append(text)
-        self.output.update(self._page())
+        self._show_bars()
 
     def refresh(self) -> None:
-        if time.monotonic() - self.updated > NOTEBOOK_INTERVAL:
-            self.updated = time.monotonic()
-            self.output.update(self._page())
+        if self.output is None or time.monotonic() - self.updated > NOTEBOOK_INTERVAL:
+            self._show_bars()
 
     def close(self) -> None:
-        self.output.update(self._page())
+        """Leave the notes and the time that it took."""
+        if self.output is not None:
+            taken = f"took {format_duration(time.monotonic() - self.started)}"
+            self._show("\n".join([*self.notes, taken]))
 
 
 @dataclass(frozen=True)

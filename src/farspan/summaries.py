@@ -59,20 +59,26 @@ class Plotted(Summarized):
     """A result that can be drawn."""
 
     def plot(self) -> Figure:
-        """The figure of this result, as matplotlib's Figure."""
-        return draw(self)
+        """The figure of this result, as matplotlib's Figure; a notebook shows it."""
+        figure: Any = draw(self)
+        figure._repr_png_ = lambda: _png(figure)  # matplotlib shows only figures of pyplot there
+        return figure
 
     def _repr_html_(self) -> str:
         """The table, and the figure below it."""
-        buffer = io.BytesIO()
         try:
-            self.plot().savefig(buffer, format="png", dpi=100)
+            picture = base64.b64encode(_png(self.plot())).decode()
         except FarspanError:  # there is nothing to draw
             return super()._repr_html_()
-        picture = base64.b64encode(buffer.getvalue()).decode()
         name = type(self).__name__
         image = f"<img alt='figure of {name}' src='data:image/png;base64,{picture}'>"
         return super()._repr_html_() + image
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
 
 
 class ResultList(list[Any], Plotted):

@@ -157,7 +157,7 @@ class ExtendEstimate(Summarized):
     def sentence(self) -> str:
         """`at most about 2.5 minutes (preset quick; full: about 14 minutes)`."""
         parts = [f"preset {self.preset}" if self.preset else "", ""]
-        if self.preset == "quick":
+        if self.preset == "quick" and self.full_seconds > 1.2 * self.seconds:
             parts[1] = f"full: at most about {format_duration(self.full_seconds)}"
         shown = "; ".join(filter(None, parts))
         seconds = f"at most about {format_duration(self.seconds)}"
