@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +30,7 @@ from farspan.workflows.eval_estimate import EvalClock
 from farspan.workflows.extend import extend
 from farspan.workflows.extend_estimate import Speed, extension_stages
 from farspan.workflows.timing import ForwardSpeed
-from test_extend import FEW, QUICK, job_for, tiny  # noqa: F401
+from test_extend import FEW, QUICK, _no_figures, job_for, tiny  # noqa: F401
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -117,19 +118,20 @@ def test_the_quick_preset_of_eval_changes_only_what_is_not_set():
 
 def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):
     cells = {
-        "a": EvalCell("perplexity", "text", 512, {"count": 8}),
+        "a": EvalCell("perplexity", "text", 512, {"count": 64, "windows": 8}),
         "b": EvalCell("passkey", "passkey", 512, {"keys": 2}),
         "c": EvalCell("longbench", "qa", 512, {}),
     }
-    seconds = {"a": 8.0, "b": 1.0}
-    monkeypatch.setattr(eval_estimate, "_cell_seconds", lambda model, cells: dict(seconds))
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    tiny_model = BY_NAME["farspan-none"].build()
+    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
     now = [0.0]
     monkeypatch.setattr(eval_estimate.time, "monotonic", lambda: now[0])
-    clock = EvalClock(None, cells)
-    assert clock.sentence(5) == "3 of 5 cells to measure, about 9 seconds and 1 more"
+    clock = EvalClock(model, cells)
+    assert clock.sentence(5) == "3 of 5 cells to measure, about 9 seconds and 1 more (preset full)"
     assert clock.left_after("a") == "", "unknown cells have no time"
     del cells["c"]
-    clock = EvalClock(None, cells)
+    clock = EvalClock(model, cells)
     now[0] = 16.0
     assert clock.left_after("a") == ", about 2 seconds left"
 

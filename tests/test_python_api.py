@@ -42,6 +42,7 @@ from farspan.workflows.lab import LabEstimate, LabResult
 from farspan.workflows.lab_finetune import FinetuneResult
 from farspan.workflows.pretrain import PretrainEstimate, PretrainResult
 from farspan.workflows.reproduce import StudyResults
+from test_extend import _no_figures, tiny  # noqa: F401
 
 BY_NAME = {family.name: family for family in FAMILIES}
 MAX_LINES, MAX_CHARACTERS = 14, 1400
@@ -199,6 +200,29 @@ def test_a_model_object_is_used_under_its_name_and_stays_as_it_is(model):
     assert ModelObject.wrap(["nope-twin", model])[0] == "nope-twin"
     with pytest.raises(FarspanError, match=r"has no tokenizer .* give \(model, tokenizer\)"):
         farspan.evaluate(model, "perplexity", "unused")
+
+
+def test_functions_take_model_objects(tiny, tmp_path):  # noqa: F811
+    loaded = farspan.load(tiny / "none")
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    options = dict(data=tiny / "text.txt")
+    less = ["fitted=false", "choose_windows=1", "report_windows=1", "passkeys=0"]
+    out = tmp_path / "patch"
+    extended = farspan.extend(loaded, "128", out, "logn", overrides=less, **options)
+    assert extended.patch.name == str(tiny / "none"), "so that farspan.load finds the base"
+    assert farspan.load(out).model.num_parameters() == loaded.model.num_parameters()
+    assert farspan.diagnose(loaded, lengths="64:128", windows=1, **options)[0].train_length == 64
+    measured = farspan.evaluate(
+        loaded.model, "perplexity", tmp_path / "eval", lengths="64", windows=1, **options
+    )
+    assert measured.model == str(tiny / "none")
+    assert any(score.metric == "ppl" and score.length == 64 for score in measured.scores)
+    exported = farspan.export(loaded, tmp_path / "exported", "stock")
+    assert exported.proofs["inside"].holds
+    assert "".join(farspan.generate(loaded.model, "The", max_new_tokens=1)) is not None
+    after = loaded.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert not farspan.attention.seam.installed(loaded.model)
 
 
 def test_a_patched_object_is_refused(model):

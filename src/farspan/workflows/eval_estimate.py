@@ -25,7 +25,8 @@ class EvalClock:
     The time of a served model, and of cells that do not say how many texts they read, is unknown.
     """
 
-    def __init__(self, model: EvalModel, missing: Mapping[str, EvalCell]):
+    def __init__(self, model: EvalModel, missing: Mapping[str, EvalCell], preset: str = "full"):
+        self.preset = preset
         self.seconds = _cell_seconds(model, missing)
         self.left = sum(self.seconds.values())
         self.unknown = len(missing) - len(self.seconds)
@@ -36,12 +37,13 @@ class EvalClock:
         return self.left >= SAID_FROM or self.unknown > 0
 
     def sentence(self, cells: int) -> str:
-        """`40 of 60 cells to measure, about 3.2 minutes`."""
+        """`40 of 60 cells to measure, about 3.2 minutes (preset quick)`."""
         count = f"{len(self.seconds) + self.unknown} of {cells} cells to measure"
         if not self.seconds:
             return f"{count}, of unknown time"
         duration = f"about {format_duration(self.left)}"
-        return f"{count}, {duration}{f' and {self.unknown} more' * (self.unknown > 0)}"
+        more = f" and {self.unknown} more" if self.unknown else ""
+        return f"{count}, {duration}{more} (preset {self.preset})"
 
     def left_after(self, key: str) -> str:
         """`, about 2.1 minutes left`, when a cell is done."""

@@ -226,7 +226,7 @@ class _EvalRun:
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
         if isinstance(model.model, Engine):
             model.model.answers = Cells(self.out / "answers", say=self.say)
-        samples = _run_cells(model, evaluations, cells, self.progress, self.say)
+        samples = _run_cells(model, evaluations, cells, self)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
         for evaluation, group in zip(evaluations, samples, strict=True):
             if isinstance(evaluation, NonLiteral):
@@ -376,8 +376,7 @@ def _run_cells(
     model: EvalModel,
     evaluations: Sequence[Eval],
     cells: Cells,
-    progress: Progress,
-    say: Callable[[str], None],
+    run: _EvalRun,
 ) -> list[list[Sample]]:
     """The samples of each evaluation: first the cells that no process has claimed, length by
     length, then those that others compute."""
@@ -388,10 +387,10 @@ def _run_cells(
     ]
     every_cell = {key: item for items in by_evaluation for key, item in items.items()}
     missing = {key: cell for key, (_, cell) in every_cell.items() if cells.get(key) is None}
-    clock = EvalClock(model, missing)
+    clock = EvalClock(model, missing, run.config.preset)
     if clock.worth_saying:
-        say(f"{model.name}: {clock.sentence(len(every_cell))}")
-    advance, counted = progress(model.name, len(every_cell)), set()
+        run.say(f"{model.name}: {clock.sentence(len(every_cell))}")
+    advance, counted = run.progress(model.name, len(every_cell)), set()
     # Passkey prompts share a prefix; the cache lives for this run, in which the model is fixed.
     has_passkeys = any(isinstance(each, Passkey) for each in evaluations)
     local = None if isinstance(model.model, Engine) else model.model

@@ -57,10 +57,12 @@ def measured_part(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def fastest_run(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds: the first run also prepares kernels, and others may have to share their cores."""
     durations: list[float] = []
-    while len(durations) < 2 or (sum(durations) < MEASURING and len(durations) < 10):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        durations.append(time.perf_counter() - start)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # some encodings draw positions
+        while len(durations) < 2 or (sum(durations) < MEASURING and len(durations) < 10):
+            start = time.perf_counter()
+            work()
+            if devices:
+                torch.cuda.synchronize(device)
+            durations.append(time.perf_counter() - start)
     return min(durations)
