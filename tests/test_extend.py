@@ -349,12 +349,11 @@ def test_a_search_cools_down_and_ends_when_the_choose_split_gains_nothing(
 
 
 def test_a_search_that_gains_to_the_end_takes_the_most_steps(applied_updates, monkeypatch):
-    monkeypatch.setattr(headscale_module, "MAX_STEPS", 12)
     losses = iter([3.0, 2.0])
     monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))
     model = BY_NAME["farspan-none"].build()
     job = job_for(model)
-    headscale(model, job, PLATEAU)
+    headscale(model, job, replace(PLATEAU, max_steps=12))
     assert len(applied_updates) == 12
     assert applied_updates[-1]["lr"] == pytest.approx(0.2 * (0.1 + 0.9 / 11)), "it cools down too"
     assert details_of(job)["end"].startswith("after 12 steps, the limit")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import farspan
 from families import FAMILIES, SHAPE, VOCABULARY, Family, tokens
-from farspan.attention import seam
+from farspan.attention import model_facts, seam
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
@@ -1003,7 +1003,7 @@ def test_attention_flops_count_the_keys_that_a_window_leaves():
     """4·heads·width for each key that a token sees, itself included, on average over a text."""
     for window in (None, 1, 3, 10, 99):
         seen = [min(place + 1, window or 10) for place in range(10)]
-        flops = swan_module._attention_flops(layer_like(window=window), 10)
+        flops = model_facts._attention_flops(layer_like(window=window), 10)
         assert flops == pytest.approx(4 * 4 * 8 * sum(seen) / 10)
 
 
@@ -1095,8 +1095,8 @@ def test_the_estimate_counts_tokens_and_writes_nothing(tmp_path, monkeypatch):
     assert (estimate.methods, estimate.tokens, estimate.steps) == (("swan",), 8192, 4)
     # Six multiplications for each weight and token to learn, and two to teach.
     assert estimate.flops == pytest.approx(8 * 5_868_800 * 8192, rel=0.3)
-    assert estimate.seconds == pytest.approx(estimate.flops / estimate.rate)
-    assert estimate.text["choose"] == 8 * 1024
+    assert estimate.seconds > estimate.stages["distill"] > 0
+    assert estimate.text["choose"] == 4 * 1024, "of the preset quick"
     assert list(tmp_path.iterdir()) == []
     assert estimate_extension("rope-twin", 1024, "yarn").tokens == 0
 
