@@ -72,7 +72,7 @@ def test_the_law_of_a_family_is_measured(name: str):
         ("ln(max(n/{}, 1))", lambda p, width: math.log(max((p + 1) / width, 1))),
     ],
 )
-def test_every_law_is_recognised_at_any_width(formula, basis, width, monkeypatch):
+def test_every_law_is_recognized_at_any_width(formula, basis, width, monkeypatch):
     def norms_at(position: int) -> Tensor:
         return torch.tensor([[2 + 2 * 0.1 * basis(position, width)]], dtype=torch.float64)
 
