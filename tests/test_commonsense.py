@@ -25,6 +25,8 @@ from farspan.evals import commonsense
 from farspan.evals.commonsense import TASKS, Commonsense, official_rows
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 BENCH = (
     Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
     / "bench.tar.xz"

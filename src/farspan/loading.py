@@ -669,16 +669,20 @@ def _load_tokenizer(
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no advice from transformers: farspan reports what matters."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_verbosity = huggingface_hub.utils.logging.get_verbosity()
-    logging.set_verbosity_error()
-    huggingface_hub.utils.logging.set_verbosity_error()
+    bars = logging.is_progress_bar_enabled()
+    loggers = (logging, huggingface_hub.utils.logging)
+    # A level that is set clears the caches of all loggers, so only others than this one are.
+    levels = [
+        (logger, level) for logger in loggers if (level := logger.get_verbosity()) != logging.ERROR
+    ]
+    for logger, _ in levels:
+        logger.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        huggingface_hub.utils.logging.set_verbosity(hub_verbosity)
+        for logger, level in levels:
+            logger.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 
