@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test long mutants families oldest check lint types dev wheel clean
+.PHONY: demo test long mutants families torture torture-full oldest check lint types dev wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -28,6 +28,16 @@ mutants: $(VENV)/.installed-dev
 # resume.
 families: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
+
+# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes: ten minutes on two cores.
+# Rerun to resume.
+TORTURE := OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m torture
+torture: $(VENV)/.installed
+	$(TORTURE)
+
+# The same with the counts of docs/security.md.
+torture-full: $(VENV)/.installed
+	$(TORTURE) --full
 
 # The same tests on the oldest transformers that farspan supports.
 oldest:

@@ -111,6 +111,25 @@ def test_corrupt_file_is_set_aside_reported_and_recomputed(tmp_path, damage):
     assert quarantined.read_bytes() == broken.encode("latin-1")
 
 
+def test_swapped_files_are_set_aside(tmp_path):
+    cells, files = Cells(tmp_path), [tmp_path / "cells" / f"{key}.json" for key in "ab"]
+    for key, file in zip("ab", files, strict=True):
+        cells.put(key, {}, {"key": key})
+        file.rename(file.with_suffix(f".{key}"))
+    files[0].with_suffix(".a").rename(files[1])
+    files[1].with_suffix(".b").rename(files[0])
+    assert [cells.get(key) for key in "ab"] == [None, None]
+    assert len(list((tmp_path / "cells").glob("*.broken"))) == 2
+
+
+def test_a_cell_of_an_earlier_release_does_not_name_its_key(tmp_path):
+    result = {"x": 1}
+    content = {"description": {}, "sha256": cell_key(result), "result": result}
+    cells = Cells(tmp_path)
+    (tmp_path / "cells" / "key.json").write_text(json.dumps(content))
+    assert cells.get("key") == result
+
+
 def test_claim_is_exclusive_and_ends_with_its_block(tmp_path):
     first, second = Cells(tmp_path), Cells(tmp_path)
     second.put("done", {}, {"x": 0})

@@ -16,7 +16,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -240,9 +240,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = Path(path)
     check_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
     with naming(path):
-        staging, lock = _staging_folder(path)
+        staging, handle = _staging(path, _new_staging_folder)
     try:
         with naming(path, staging):
             yield staging
@@ -255,34 +254,55 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        os.close(handle)
 
 
-def _staging_folder(path: Path) -> tuple[Path, int]:
-    """A temporary folder beside `path`, and its lock, which ends with the process at the latest."""
+def _new_staging_folder(path: Path) -> tuple[Path, int]:
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    return staging, os.open(staging, os.O_RDONLY)
+
+
+def _new_staging_file(path: Path) -> tuple[Path, int]:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    return Path(name), handle
+
+
+def _staging(path: Path, create: Callable[[Path], tuple[Path, int]]) -> tuple[Path, int]:
+    """A temporary file or folder beside `path`, open and locked until the process ends.
+
+    Those that killed processes left are removed first: nobody locks them.
+    """
+    remove_abandoned(path.parent, re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
     while True:
-        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        lock = os.open(staging, os.O_RDONLY)
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        staging, handle = create(path)
+        lock(handle)
         if staging.exists():
-            return staging, lock
-        os.close(lock)  # another process removed it before it was locked
+            return staging, handle
+        os.close(handle)  # another process removed it before it was locked
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary folders of `path` whose processes were killed: nobody locks them."""
-    temporary = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
-    for entry in path.parent.iterdir():
-        if not temporary.fullmatch(entry.name) or not entry.is_dir() or entry.is_symlink():
+def lock(handle: int) -> None:
+    """Lock an open file or folder until it is closed; not every file system has locks."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove the entries of a folder whose names match, and that no process locks."""
+    temporary = re.compile(pattern)
+    for entry in os.scandir(folder):
+        if not temporary.fullmatch(entry.name) or entry.is_symlink():
             continue
         with suppress(OSError):
-            lock = os.open(entry, os.O_RDONLY)
+            handle = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if entry.is_dir():
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
             finally:
-                os.close(lock)
+                os.close(handle)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -290,17 +310,17 @@ def write_bytes(path: Path, content: bytes) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        staging, handle = _staging(path, _new_staging_file)
     try:
-        with naming(path, Path(name)), os.fdopen(handle, "wb") as file:
+        with naming(path, staging), os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _apply_umask(Path(name))
-        os.replace(name, path)
+            _apply_umask(staging)
+            os.replace(staging, path)
     except BaseException:
         with suppress(OSError):  # report the first error, not this one
-            os.unlink(name)
+            os.unlink(staging)
         raise
 
 

@@ -1,0 +1,9 @@
+"""All categories, in the order of the table."""
+
+from __future__ import annotations
+
+from torture.corruption import CORRUPTION
+from torture.fuzzing import FUZZING
+from torture.kills import KILLS
+
+CATEGORIES = {category.name: category for category in (KILLS, CORRUPTION, FUZZING)}
