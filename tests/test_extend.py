@@ -1196,6 +1196,11 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
     work = tmp_path / ".b.search"
     assert removed[0].parent == work
     assert list(work.glob("*/checkpoints/step-*")), "the kill left checkpoints"
+    shutil.copytree(work, tmp_path / "copy")
+    with pytest.raises(FarspanError, match="already exists"):
+        extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options)
+    assert not work.exists(), "the command again removes what belongs to nobody"
+    (tmp_path / "copy").rename(work)
     shutil.rmtree(tmp_path / "b")
     result = extend(
         tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options

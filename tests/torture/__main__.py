@@ -13,6 +13,7 @@ from torture import subjects
 from torture.categories import CATEGORIES
 from torture.harness import (
     ROOT,
+    Outcomes,
     Workspace,
     print_table,
     repeat_command,
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--fresh", action="store_true", help="run again what is known")
+    parser.add_argument("--keep", action="store_true", help="count results of other code too")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     arguments = parser.parse_args()
     level = "full" if arguments.full else "bounded"
@@ -48,7 +50,8 @@ def main() -> None:
             subjects.preload()
         categories = [CATEGORIES[name] for name in names or CATEGORIES]
         jobs = 0 if arguments.table else arguments.jobs
-        tallies = run_categories(categories, level, arguments.seed, jobs, workspace, store)
+        outcomes = Outcomes(store, arguments.seed, arguments.keep)
+        tallies = run_categories(categories, level, arguments.seed, jobs, workspace, outcomes)
     print(f"\nseed {arguments.seed}, {time.monotonic() - start:.0f} s")
     print_table(tallies)
     if any(tally.wrong for tally in tallies.values()):

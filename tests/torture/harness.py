@@ -148,20 +148,22 @@ def source_hash() -> str:
 class Outcomes:
     """The finished cases, in files that a rerun reads."""
 
-    def __init__(self, folder: Path, seed: int):
-        self.folder, self.code = folder, f"{source_hash()}-{seed}"
+    def __init__(self, folder: Path, seed: int, keep: bool = False):
+        self.folder, self.seed, self.code, self.keep = folder, seed, source_hash(), keep
         folder.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[str, Tally]:
         lines = [line for file in self.folder.glob("*.jsonl") for line in file.open()]
         values = [json.loads(line) for line in lines if line.endswith("\n")]
         return {
-            value["case"]: Tally.from_json(value) for value in values if value["code"] == self.code
+            value["case"]: Tally.from_json(value)
+            for value in values
+            if value["seed"] == str(self.seed) and (self.keep or value["code"] == self.code)
         }
 
     def write(self, case: str, tally: Tally) -> None:
         with (self.folder / f"{os.getpid()}.jsonl").open("a") as file:
-            file.write(tally.to_line(case=case, code=self.code))
+            file.write(tally.to_line(case=case, code=self.code, seed=str(self.seed)))
 
 
 def run_categories(
@@ -170,10 +172,9 @@ def run_categories(
     seed: int,
     jobs: int,
     workspace: Workspace,
-    store: Path,
+    outcomes: Outcomes,
 ) -> dict[str, Tally]:
     """The tallies of all cases, by category; cases that are known are not run again."""
-    outcomes = Outcomes(store, seed)
     known = outcomes.read()
     todo = [
         (category, case)

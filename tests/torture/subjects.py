@@ -231,11 +231,17 @@ def plain_figures() -> Iterator[None]:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """The files under a folder with hashes of what is in them, times and inputs apart."""
+    """The files under a folder with hashes of what is in them, times and inputs apart.
+
+    Of checkpoints only the last counts: a run that is stopped writes one more.
+    """
+    checkpoints = sorted(folder.glob("out/checkpoints/step-*"))[:-1]
     return {
         str(path.relative_to(folder)): _content_hash(path, folder)
         for path in sorted(folder.rglob("*"))
-        if path.relative_to(folder).parts[0] != "in" and not path.is_symlink()
+        if path.relative_to(folder).parts[0] != "in"
+        and not path.is_symlink()
+        and not {path, *path.parents} & {*checkpoints}
     }
 
 

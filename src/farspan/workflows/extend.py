@@ -6,7 +6,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -151,7 +151,7 @@ def extend(
         model, method, recipe, overrides, position, bos, device, trust_remote_code, progress
     )
     out, state = Path(out), processes()
-    check_absent(out)
+    _check_output(out)
     prepared = _prepare(run, data, to, train_length, out)
     with _search_folder(prepared.job, run):
         result = _fit(prepared, out)
@@ -317,7 +317,7 @@ def _make_job(
         name=str(run.model),
         position=run.position,
         seed=run.config.seed,
-        folder=out.with_name(f".{out.name}.search"),
+        folder=_search_path(out),
         tokenizer=tokenizer,
         begin=tuple(begin_of_text(tokenizer)),
         progress=run.progress,
@@ -407,6 +407,20 @@ def _split_text(
         )
         for name in ("choose", "report")
     }
+
+
+def _check_output(out: Path) -> None:
+    """Refuse an output that is there already; remove what the kill of its process left."""
+    folder = _search_path(out)
+    if out.exists() and folder.is_dir() and not (folder / CLAIM).exists():
+        with suppress(FarspanError), lock_run(folder):  # refused while its process lives
+            _remove_search(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    check_absent(out)
+
+
+def _search_path(out: Path) -> Path:
+    return out.with_name(f".{out.name}.search")
 
 
 @contextmanager
@@ -594,6 +608,9 @@ def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
         proof, effect = _prove(folder, fitted, run.load()[0], prepared.splits["report"].ids[:1])
         result = replace(result, proof=proof, effect=effect)
         _write_record(folder, result, prepared)
+        # From here on the search belongs to nobody: a kill before it is removed leaves no claim.
+        assert prepared.job.folder is not None
+        (prepared.job.folder / CLAIM).unlink(missing_ok=True)
     return result
 
 
