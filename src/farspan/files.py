@@ -27,6 +27,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MANIFEST = "manifest.json"
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 UNREAD = (".md", ".png", ".svg", ".pdf")  # files of a model that no program reads
 UMASK = os.umask(0o077)  # the umask can only be read by setting it
 os.umask(UMASK)
@@ -113,6 +114,29 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} holds a JSON {type(value).__name__} where an object is needed; export it again"
         )
     return value
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a model with a pipe, a device, or a link to another folder among its text files.
+
+    What these hold is shown, and written with an export: a file of the user's own must not be.
+    Weights may be links, and every file may be one into the hub's cache.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for entry in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
+        if entry.suffix in WEIGHT_SUFFIXES or entry.is_dir():
+            continue
+        target = Path(os.path.realpath(entry))
+        if not target.is_file():
+            raise CorruptError(
+                f"{entry} cannot be read (it is no regular file); download or export it again"
+            )
+        if not any(target.is_relative_to(path) for path in allowed):
+            raise CorruptError(
+                f"{entry} is a link that leads out of its folder; if you trust it, put a copy of "
+                "the file there"
+            )
 
 
 def check_safetensors(path: Path) -> None:

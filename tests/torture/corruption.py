@@ -206,14 +206,17 @@ READERS: dict[str, Reader] = {
     "recipes": Reader(_copy("lab.toml", "pretrain.toml", "study.toml"), read_study, nothing),
     "texts": Reader(make_texts, read_texts, nothing),
 }
-# Damages at a level: those of readers that take long, and of the others.
-COUNTS = {"short": (3, 6), "bounded": (50, 150), "full": (600, 1100)}
-SLOW = ("trained", "cache", "llama", "shards", "gguf", "record")
+# Damages in the full run: fewer where reading takes long.
+COUNTS = {
+    **dict.fromkeys(("checkpoints", "cells", "patch", "texts"), 1600),
+    **{"trained": 800, "gguf-header": 800, "cache": 500, "llama": 500, "recipes": 400},
+    **{"shards": 300, "gguf": 200, "record": 200},
+}
+SHARES = {"short": 0.003, "bounded": 0.12, "full": 1.0}
 
 
 def cases(level: str) -> list[str]:
-    slow, quick = COUNTS[level]
-    sizes = {name: slow if name in SLOW else quick for name in READERS}
+    sizes = {name: max(2, round(SHARES[level] * COUNTS[name])) for name in READERS}
     return [
         f"{name}/{start}-{min(start + BATCH, size)}"
         for name, size in sizes.items()

@@ -23,7 +23,7 @@ from torture.tally import Tally
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STOPPED = (0, 1, 75, 130, 143, -signal.SIGTERM)  # exit codes after SIGTERM or SIGINT
 ALREADY = "already exists"
-CASES = {"short": 1, "bounded": 6, "full": 40}  # of each command, with one to three kills
+CASES = {"short": 1, "bounded": 6, "full": 44}  # of each command, with one to three kills
 SHORT = ("pretrain", "extend-headscale", "eval")
 
 
