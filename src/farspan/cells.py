@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from farspan.errors import CorruptError, FarspanError
-from farspan.files import lock, naming, read_json, remove_abandoned, write_json
+from farspan.files import create_locked, naming, read_json, remove_abandoned, write_json
 
 HEARTBEAT = 10.0  # seconds between two heartbeats of a claim
 STALE = 120.0  # seconds without a heartbeat after which a process on another machine counts as dead
@@ -159,11 +159,11 @@ class Cells:
     def _claim_all(self, keys: list[str]) -> dict[str, Path]:
         """The claims that succeeded, by key: hard links to one file that names this process."""
         remove_abandoned(self._claims, OWNER)
-        owner = self._claims / f".{uuid.uuid4().hex}"
+        with naming(self._claims):
+            owner, handle = create_locked(self._new_owner)
         claims: dict[str, Path | None] = {}
         try:
-            with naming(owner), owner.open("x", encoding="utf-8") as file:
-                lock(file.fileno())
+            with naming(owner), os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(json.dumps({"host": _host(), "pid": os.getpid()}))
                 file.flush()
                 for key in keys:
@@ -175,6 +175,10 @@ class Cells:
         finally:
             owner.unlink(missing_ok=True)
         return {key: claim for key, claim in claims.items() if claim is not None}
+
+    def _new_owner(self) -> tuple[Path, int]:
+        path = self._claims / f".{uuid.uuid4().hex}"
+        return path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
 
     def _claim(self, key: str, owner: Path) -> Path | None:
         claim = self._next_claim(key)

@@ -265,7 +265,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     check_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
-        staging, handle = _staging(path, _new_staging_folder)
+        staging, handle = _staging(path, _staging_folder)
     try:
         with naming(path, staging):
             yield staging
@@ -281,34 +281,31 @@ def new_folder(path: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def _new_staging_folder(path: Path) -> tuple[Path, int]:
+def _staging_folder(path: Path) -> tuple[Path, int]:
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     return staging, os.open(staging, os.O_RDONLY)
 
 
-def _new_staging_file(path: Path) -> tuple[Path, int]:
+def _staging_file(path: Path) -> tuple[Path, int]:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     return Path(name), handle
 
 
 def _staging(path: Path, create: Callable[[Path], tuple[Path, int]]) -> tuple[Path, int]:
-    """A temporary file or folder beside `path`, open and locked until the process ends.
-
-    Those that killed processes left are removed first: nobody locks them.
-    """
+    """A temporary file or folder beside `path`; those of killed processes are removed first."""
     remove_abandoned(path.parent, re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
+    return create_locked(lambda: create(path))
+
+
+def create_locked(create: Callable[[], tuple[Path, int]]) -> tuple[Path, int]:
+    """A new file or folder that is open, and locked until it is closed or the process ends."""
     while True:
-        staging, handle = create(path)
-        lock(handle)
-        if staging.exists():
-            return staging, handle
+        path, handle = create()
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if path.exists():
+            return path, handle
         os.close(handle)  # another process removed it before it was locked
-
-
-def lock(handle: int) -> None:
-    """Lock an open file or folder until it is closed; not every file system has locks."""
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:
@@ -334,7 +331,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
-        staging, handle = _staging(path, _new_staging_file)
+        staging, handle = _staging(path, _staging_file)
     try:
         with naming(path, staging), os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -19,7 +19,7 @@ from torture.harness import Category, Workspace
 from torture.tally import Tally
 from torture.trials import run_trials
 
-CHUNK = 1000  # inputs of one trial
+QUICK, SLOW = 1000, 100  # inputs of one trial
 ALPHABET = "0123456789" * 3 + "kKxX,,::..--++eE@<>==_ \t\n'\"[]{}#\\/abcmnpsuß²٣𝟙\x00\x7f\ud800"
 
 
@@ -197,18 +197,19 @@ def fuzz_gguf(rng: random.Random) -> None:
     assert all(len(field.data) <= len(content) for field in header.fields.values())
 
 
-# Parser -> inputs of the full run: a million in all, most of them where one costs microseconds.
-PARSERS: dict[str, tuple[Callable[[random.Random], None], int]] = {
-    "lengths": (fuzz_lengths, 300_000),
-    "length": (fuzz_length, 200_000),
-    "range": (fuzz_range, 170_000),
-    "scales": (fuzz_scales, 180_000),
-    "gates": (fuzz_gates, 150_000),
-    "overrides": (fuzz_overrides, 5_000),
-    "recipes": (fuzz_recipes, 5_000),
-    "cells": (fuzz_cells, 15_000),
-    "claims": (fuzz_claims, 5_000),
-    "gguf": (fuzz_gguf, 10_000),
+# Parser -> inputs of the full run, and of a trial: a million in all, most of them where one costs
+# microseconds.
+PARSERS: dict[str, tuple[Callable[[random.Random], None], int, int]] = {
+    "lengths": (fuzz_lengths, 300_000, QUICK),
+    "length": (fuzz_length, 200_000, QUICK),
+    "range": (fuzz_range, 170_000, QUICK),
+    "scales": (fuzz_scales, 180_000, QUICK),
+    "gates": (fuzz_gates, 150_000, QUICK),
+    "overrides": (fuzz_overrides, 5_000, SLOW),
+    "recipes": (fuzz_recipes, 5_000, SLOW),
+    "cells": (fuzz_cells, 15_000, SLOW),
+    "claims": (fuzz_claims, 5_000, SLOW),
+    "gguf": (fuzz_gguf, 10_000, SLOW),
 }
 SHARES = {"short": 0.001, "bounded": 0.1, "full": 1.0}
 BATCH = 25  # trials of one case
@@ -216,8 +217,8 @@ BATCH = 25  # trials of one case
 
 def cases(level: str) -> list[str]:
     names = []
-    for name, (_, count) in PARSERS.items():
-        chunks = max(1, round(count * SHARES[level] / CHUNK))
+    for name, (_, count, size) in PARSERS.items():
+        chunks = max(1, round(count * SHARES[level] / size))
         names += [
             f"{name}/{first}-{min(first + BATCH, chunks)}" for first in range(0, chunks, BATCH)
         ]
@@ -227,18 +228,18 @@ def cases(level: str) -> list[str]:
 def run(case: str, rng: random.Random, workspace: Workspace) -> Tally:
     name, _, numbers = case.partition("/")
     start, stop = map(int, numbers.split("-"))
-    function, seed = PARSERS[name][0], rng.random()
+    (function, _, size), seed = PARSERS[name], rng.random()
 
     def trial(number: int) -> Tally:
-        return _chunk(function, random.Random(f"{seed}/{number}"))
+        return _chunk(function, random.Random(f"{seed}/{start + number}"), size)
 
     with workspace.case(f"fuzzing-{name}-{start}") as folder:
         return run_trials(stop - start, trial, folder, workspace.log(folder), 300)
 
 
-def _chunk(function: Callable[[random.Random], None], rng: random.Random) -> Tally:
+def _chunk(function: Callable[[random.Random], None], rng: random.Random, size: int) -> Tally:
     tally = Tally()
-    for _ in range(CHUNK):
+    for _ in range(size):
         try:
             function(rng)
             tally.survived += 1

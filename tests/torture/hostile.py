@@ -32,7 +32,7 @@ RUNS_CODE = (
     "socket.connect",
 )
 SYSTEM = ("/proc", "/sys", "/dev/null", "/dev/urandom", "/dev/shm", "/etc", "/usr", "/lib", "/opt")
-SHORT = ("pickle-index", "auto-map-config", "html-record", "template-link", "gz-bomb")
+SHORT = ("pickle-index", "auto-map-config", "html-record", "template-link", "jsonl-deep")
 
 
 def allowed_prefixes(folder: Path, inputs: Path) -> tuple[str, ...]:
