@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ def one_thread():
     torch.set_num_threads(1)  # a fork has no other
     yield
     torch.set_num_threads(threads)
+    gc.unfreeze()
 
 
 def test_a_sample_of_every_category_goes_right(one_thread, tmp_path):
