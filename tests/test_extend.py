@@ -1209,6 +1209,23 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
     assert not work.exists()
 
 
+def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp_path, monkeypatch):
+    """Another process wrote it and gave its lock back."""
+    prepare = extend_workflow._prepare
+
+    def prepare_late(*arguments):
+        prepared = prepare(*arguments)
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "patch.json").touch()
+        return prepared
+
+    monkeypatch.setattr(extend_workflow, "_prepare", prepare_late)
+    monkeypatch.setattr(extend_workflow, "_fit", lambda *arguments: pytest.fail("it searches"))
+    with pytest.raises(FarspanError, match="already exists"):
+        extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=FEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
     options = dict(data=tiny / "text.txt", recipe=replace(FEW, search=QUICK))
 

@@ -154,6 +154,7 @@ def extend(
     _check_output(out)
     prepared = _prepare(run, data, to, train_length, out)
     with _search_folder(prepared.job, run):
+        check_absent(out)  # another process may have written it before this one got the lock
         result = _fit(prepared, out)
         if state.is_main_process:
             result = _save(result, prepared)
