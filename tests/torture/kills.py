@@ -1,6 +1,6 @@
 """Kills: SIGKILL, SIGTERM and SIGINT at random points of every long command, which then resumes.
 
-A point is a file operation or a moment. After up to three kills the command runs to its end: its
+A point is a file operation or a moment. After up to five kills the command runs to its end: its
 files must equal those of a run that nobody disturbed, and nothing else may be left. Cells that were
 finished before a kill must not be computed again.
 """
@@ -23,7 +23,7 @@ from torture.tally import Tally
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STOPPED = (0, 1, 75, 130, 143, -signal.SIGTERM)  # exit codes after SIGTERM or SIGINT
 ALREADY = "already exists"
-CASES = {"short": 1, "bounded": 6, "full": 44}  # of each command, with one to three kills
+CASES = {"short": 1, "bounded": 6, "full": 28}  # of each command, with up to five kills
 SHORT = ("pretrain", "extend-headscale", "eval")
 
 
@@ -37,7 +37,7 @@ def run(case: str, rng: random.Random, workspace: Workspace) -> Tally:
     tally = Tally()
     with workspace.case(f"kills-{case}") as folder:
         log, kept = workspace.log(folder), {}
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.randint(2, 5)):
             ended, point = _run_and_kill(name, rng, folder, workspace)
             complete = is_complete(ended)  # the kill before was after its last rename
             problem = "" if complete else _stop_problem(ended)
