@@ -1209,6 +1209,20 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
     assert not work.exists()
 
 
+def test_a_search_that_cannot_be_removed_does_not_spoil_the_patch(tiny, tmp_path, monkeypatch):
+    remove = extend_workflow._remove_search
+
+    def fail_at_the_end(folder):
+        if (tmp_path / "b").exists():
+            raise OSError(5, "Input/output error")
+        remove(folder)
+
+    monkeypatch.setattr(extend_workflow, "_remove_search", fail_at_the_end)
+    recipe = replace(FEW, search=QUICK)
+    extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=recipe)
+    assert (tmp_path / "b" / "patch.json").exists()
+
+
 def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp_path, monkeypatch):
     """Another process wrote it and gave its lock back."""
     prepare = extend_workflow._prepare

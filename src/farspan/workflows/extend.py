@@ -459,7 +459,8 @@ def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
                 ) from error
             raise
         if is_main:
-            _remove_search(folder)
+            with suppress(OSError):  # the patch is written; the next command removes the rest
+                _remove_search(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
