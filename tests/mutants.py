@@ -275,13 +275,12 @@ def _run_tests(mutant: Mutant, tests: list[str]) -> None:
 # The run.
 
 
-def run_share(mutants: list[Mutant], reach: Reach, results: Path) -> None:
-    """Run mutants one after the other, and append each verdict."""
+def run_share(mutants: list[tuple[Mutant, list[str]]], results: Path) -> None:
+    """Run mutants with their tests one after the other, and append each verdict."""
     sys.path.insert(0, str(ROOT / "tests"))
     for name in ("torch", "transformers", "pytest", "hypothesis", "matplotlib.figure"):
         importlib.import_module(name)
-    for mutant in mutants:
-        tests = reach.tests(mutant.module, mutant.line)
+    for mutant, tests in mutants:
         start = time.monotonic()
         verdict = run_mutant(mutant, tests) if tests else "unreached"
         entry = {
@@ -339,13 +338,18 @@ def main() -> None:
         measure_reach(args.jobs)
         reach, known = Reach(), read_verdicts(results)
         print(f"{len(reach.failing)} tests fail without any change and are left out")
-        todo = [mutant for mutant in mutants if mutant.key not in known]
+        # Before the forks: in a child, CoverageData erases the file that it reads.
+        todo = [
+            (mutant, reach.tests(mutant.module, mutant.line))
+            for mutant in mutants
+            if mutant.key not in known
+        ]
         os.environ["OMP_NUM_THREADS"] = "1"
         children = []
         for share in range(args.jobs):
             child = os.fork()
             if child == 0:
-                run_share(todo[share :: args.jobs], reach, results)
+                run_share(todo[share :: args.jobs], results)
                 os._exit(0)
             children.append(child)
         for child in children:

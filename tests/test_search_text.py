@@ -16,6 +16,7 @@ from farspan.files import sha256_of
 from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.tuning import TuningConfig
+from farspan.train.corpus import DataConfig
 from farspan.train.search_text import overlapping, read_mixture, search_text, split_text
 from farspan.workflows.extend import extend
 from farspan.workflows.pretrain import read_recipe
@@ -244,6 +245,13 @@ def test_the_study_of_wang_2024_searches_on_the_pretraining_mixture():
     for name, source in mixture.sources.items():
         assert fnmatch(source.files, recipe.sources[name].files)
         assert not fnmatch(study.choose, source.files)
+
+
+def test_a_mixture_has_passkey_documents_only_by_request(folder):
+    """A pretraining recipe has them by default; they would teach a conversion what is measured."""
+    file = mixture(folder)
+    file.write_text(file.read_text().replace("passkey = 0.0\n", ""))
+    assert read_mixture(file).passkey == 0 < DataConfig({}).passkey
 
 
 def test_a_study_with_a_mixture_is_read_without_its_texts(tmp_path):

@@ -8,7 +8,7 @@ recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,13 @@ SEARCH = "search"
 MIXTURES = Path(__file__).parent.parent / "assets" / "recipes" / "mixture"
 
 
+@dataclass(frozen=True)
+class MixtureConfig(DataConfig):
+    """A mixture file: [data] of a pretraining recipe, with passkey documents only by request."""
+
+    passkey: float = 0.0
+
+
 def is_mixture(source: str | Path) -> bool:
     return Path(source).suffix == ".toml"
 
@@ -44,9 +51,9 @@ def find_mixture(file: str | Path) -> Path:
     return bundled if bundled.is_file() and not Path(file).is_file() else Path(file)
 
 
-def read_mixture(file: str | Path, folder: str = "") -> DataConfig:
+def read_mixture(file: str | Path, folder: str = "") -> MixtureConfig:
     """The mixture in a file; its texts lie in `folder` if it names no folder."""
-    data = load_recipe(DataConfig, find_mixture(file), recipe_dir=Path())
+    data = load_recipe(MixtureConfig, find_mixture(file), recipe_dir=Path())
     return replace(data, folder=data.folder or folder)
 
 
