@@ -62,7 +62,9 @@ def _repeat(name: str, seed: int, workspace: Workspace) -> int:
     category, _, case = name.partition("/")
     subjects.preload()
     with subjects.plain_figures():
-        workspace.prepare(CATEGORIES[category].commands)
+        commands = CATEGORIES[category].commands
+        own = [command for command in commands if case.startswith(f"{command}/")]
+        workspace.prepare(own or commands)
         tally = run_case(CATEGORIES[category], case, seed, workspace)
     print_table({category: tally})
     for failure in tally.failures:
