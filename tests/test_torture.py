@@ -33,7 +33,7 @@ def test_a_sample_of_every_category_goes_right(one_thread, tmp_path):
     """One test, since all categories share what is built first."""
     workspace, tried = Workspace(tmp_path / "work"), {}
     with subjects.plain_figures():
-        workspace.prepare(["eval", "pretrain", "extend-headscale", "export-gguf"])
+        workspace.prepare(["eval", "pretrain", "export-gguf"])
         for name, category in CATEGORIES.items():
             total = Tally()
             for case in category.cases("short"):
@@ -50,7 +50,7 @@ def test_a_sample_of_every_category_goes_right(one_thread, tmp_path):
             del corruption.READERS["strict"]
     assert tally.wrong
     assert "was not noticed" in tally.failures[0]
-    assert tried["kills"] >= 3
+    assert tried["kills"] >= 2
     assert tried["faults"] >= 3
     assert tried["fuzzing"] >= 100 * len(fuzzing.PARSERS)
     assert all(tried[name] for name in tried if name != "memory")

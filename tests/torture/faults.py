@@ -102,7 +102,7 @@ FAULTS: dict[str, Callable[[random.Random, Path, int, int], None]] = {
     "stale": lambda rng, folder, events, reads: None,  # files that are there before
 }
 CASES = {"short": 1, "bounded": 2, "full": 6}  # of each command and fault
-SHORT = ("extend-headscale/change", "eval/stale", "pretrain/short")
+SHORT = ("export-gguf/change", "eval/stale", "pretrain/short")
 
 
 def cases(level: str) -> list[str]:

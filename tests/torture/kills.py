@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STOPPED = (0, 1, 75, 130, 143, -signal.SIGTERM)  # exit codes after SIGTERM or SIGINT
 ALREADY = "already exists"
 CASES = {"short": 1, "bounded": 6, "full": 28}  # of each command, with up to five kills
-SHORT = ("pretrain", "extend-headscale", "eval")
+SHORT = ("pretrain", "eval")
 
 
 def cases(level: str) -> list[str]:
