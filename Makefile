@@ -29,7 +29,7 @@ mutants: $(VENV)/.installed-dev
 families: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
 
-# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes, in about ten minutes.
+# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes: a sample for ten minutes on two cores.
 # Rerun to resume.
 TORTURE := OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m torture
 torture: $(VENV)/.installed
