@@ -5,10 +5,13 @@ BIN    := $(VENV)/bin
 # One single-threaded worker for each core: on small models that beats one worker with many threads.
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)))')
 CONSTRAINTS ?= constraints.txt
-PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
+PIP    := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long mutants families torture torture-full oldest check lint types dev wheel clean
+.PHONY: demo test long mutants families torture torture-full oldest check lint types dev figures \
+	docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -16,9 +19,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# The tests that take minutes.
+# The tests that take minutes. Files without one are not imported.
 long: $(VENV)/.installed
-	$(PYTEST) -m "long and not manual"
+	$(PYTEST) -m "long and not manual" $$(grep -l mark.long tests/test_*.py)
 
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev
@@ -29,7 +32,8 @@ mutants: $(VENV)/.installed-dev
 families: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
 
-# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes: a sample for ten minutes on two cores.
+# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes: a sample that is sized for
+# ten minutes on two cores.
 # Rerun to resume.
 TORTURE := OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m torture
 torture: $(VENV)/.installed
@@ -57,11 +61,20 @@ types: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
 
+# The figures of the documentation that have records, drawn again.
+figures: $(VENV)/.installed
+	$(BIN)/python benchmarks/draw_figures.py
+
+# The documentation as a site, in site/; a warning is an error.
+docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oldest dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch first: when it is installed by itself, pip takes the build that the constraint names.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)

@@ -26,7 +26,7 @@ CODE = sorted(
     path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FORBIDDEN_NAMES = {
     "found",
     "told",
@@ -178,6 +178,8 @@ def test_public_functions_stay_callable_after_every_submodule_was_imported(tmp_p
         assert farspan.inspect(tmp_path).family == "farspan"
         assert farspan.load(tmp_path).model.config.model_type == "farspan"
     functions = {"check", "diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
+    functions |= {"compare", "lab", "pretrain", "report", "reproduce"}
+    assert all(callable(getattr(farspan, name)) for name in functions)
     assert set(farspan.__all__) == {"FarspanError", "Patch", *functions} <= set(dir(farspan))
     assert issubclass(farspan.FarspanError, Exception)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

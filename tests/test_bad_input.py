@@ -23,6 +23,8 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.files import write_manifest
 from farspan.loading import load_config
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:

@@ -37,6 +37,8 @@ from farspan.model.loss import token_losses
 from farspan.workflows import attention_analysis
 from farspan.workflows.attention_analysis import compare_attention, theorems
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 HEADS = 4
 
 
