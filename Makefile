@@ -10,7 +10,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long mutants families oldest check lint types dev figures docs wheel clean
+.PHONY: demo test long mutants families torture torture-full oldest check lint types dev figures \
+	docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -30,6 +31,17 @@ mutants: $(VENV)/.installed-dev
 # resume.
 families: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
+
+# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes: a sample that is sized for
+# ten minutes on two cores.
+# Rerun to resume.
+TORTURE := OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m torture
+torture: $(VENV)/.installed
+	$(TORTURE)
+
+# The same with the counts of docs/security.md.
+torture-full: $(VENV)/.installed
+	$(TORTURE) --full
 
 # The same tests on the oldest transformers that farspan supports.
 oldest:

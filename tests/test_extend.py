@@ -1230,12 +1230,48 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
     work = tmp_path / ".b.search"
     assert removed[0].parent == work
     assert list(work.glob("*/checkpoints/step-*")), "the kill left checkpoints"
+    shutil.copytree(work, tmp_path / "copy")
+    with pytest.raises(FarspanError, match="already exists"):
+        extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options)
+    assert not work.exists(), "the command again removes what belongs to nobody"
+    (tmp_path / "copy").rename(work)
     shutil.rmtree(tmp_path / "b")
     result = extend(
         tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options
     )
     assert torch.equal(result.patch.scales.base, expected.patch.scales.base)
     assert not work.exists()
+
+
+def test_a_search_that_cannot_be_removed_does_not_spoil_the_patch(tiny, tmp_path, monkeypatch):
+    remove = extend_workflow._remove_search
+
+    def fail_at_the_end(folder):
+        if (tmp_path / "b").exists():
+            raise OSError(5, "Input/output error")
+        remove(folder)
+
+    monkeypatch.setattr(extend_workflow, "_remove_search", fail_at_the_end)
+    recipe = replace(FEW, search=QUICK)
+    extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=recipe)
+    assert (tmp_path / "b" / "patch.json").exists()
+
+
+def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp_path, monkeypatch):
+    """Another process wrote it and gave its lock back."""
+    prepare = extend_workflow._prepare
+
+    def prepare_late(*arguments):
+        prepared = prepare(*arguments)
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "patch.json").touch()
+        return prepared
+
+    monkeypatch.setattr(extend_workflow, "_prepare", prepare_late)
+    monkeypatch.setattr(extend_workflow, "_fit", lambda *arguments: pytest.fail("it searches"))
+    with pytest.raises(FarspanError, match="already exists"):
+        extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=FEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):

@@ -41,7 +41,7 @@ from farspan.data.tokens import (
 )
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import check_listed_files, read_json, weight_files
+from farspan.files import check_links, check_listed_files, read_json, weight_files
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -49,6 +49,7 @@ from farspan.model_objects import ModelObject
 from farspan.progress import Progress, automatic, shows_progress
 from farspan.summaries import Summarized
 
+MAX_CONFIG_LAYERS = 100_000  # of a config; lists of more would be made before any weight is read
 BASE = "base"  # the subfolder of a patch folder that may hold its base model
 USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
 LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")  # of a .gguf file
@@ -397,15 +398,24 @@ def _import_encodings(config: FarspanConfig, source: str | Path, trust_remote_co
 
 
 def _check_config_file(folder: Path, trust_remote_code: bool) -> None:
+    check_links(folder)
     if is_patch(folder) and not (folder / "config.json").exists():
         raise FarspanError(f"{folder} is a patch, not a model; give its base model")
     if not (folder / "config.json").exists():
         raise FarspanError(f"{folder} has no config.json; give {_suggest_folder(folder)}")
-    if read_json(folder / "config.json").get("auto_map") and not trust_remote_code:
+    config = read_json(folder / "config.json")
+    if config.get("auto_map") and not trust_remote_code:
         raise FarspanError(
             f"{folder} wants to run Python code that comes with it (auto_map in config.json); "
             "if you trust it, add --trust-remote-code"
         )
+    for part in (config, config.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > MAX_CONFIG_LAYERS:
+            raise CorruptError(
+                f"{folder / 'config.json'} claims {layers} layers; a model has at most "
+                f"{MAX_CONFIG_LAYERS}, so download or export it again"
+            )
 
 
 def _suggest_folder(folder: Path) -> str:

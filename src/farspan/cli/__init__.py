@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 import sys
 import warnings
 from typing import Annotated
@@ -79,6 +80,9 @@ def main() -> None:
     except FarspanError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before a command runs, or in one that does not resume
+        print_error("stopped by Ctrl-C; rerun the same command")
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if (cause := system_error(error)) is None:
             raise

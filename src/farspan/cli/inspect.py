@@ -67,6 +67,8 @@ def show_inspection(inspection: Inspection) -> None:
         console.print()
         console.print(_cache(inspection))
     print_notes(inspection.warnings)
+    if inspection.next_commands:
+        console.print()
     for number, command in enumerate(inspection.next_commands):
         print_line(f"[dim]{'then' if number else 'next'}[/]  {escape(command)}")
 

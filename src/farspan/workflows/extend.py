@@ -6,7 +6,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -193,9 +193,10 @@ def extend(
     run = _make_run(model, *given, progress, say)
     to = parse_length(to)
     out, state = Path(out or f"{Path(str(model)).name}-{to}"), processes()
-    check_absent(out)
+    _check_output(out)
     prepared = _prepare(run, data, to, train_length, out)
     with _search_folder(prepared.job, run):
+        check_absent(out)  # another process may have written it before this one got the lock
         prepared = _announce(prepared)
         result = _fit(prepared, out)
         if state.is_main_process:
@@ -388,7 +389,7 @@ def _make_job(
         name=str(run.model),
         position=run.position,
         seed=run.config.seed,
-        folder=out.with_name(f".{out.name}.search"),
+        folder=_search_path(out),
         tokenizer=tokenizer,
         begin=tuple(begin_of_text(tokenizer)),
         progress=run.progress,
@@ -480,6 +481,20 @@ def _split_text(
     }
 
 
+def _check_output(out: Path) -> None:
+    """Refuse an output that is there already; remove what the kill of its process left."""
+    folder = _search_path(out)
+    if out.exists() and folder.is_dir() and not (folder / CLAIM).exists():
+        with suppress(FarspanError), lock_run(folder):  # refused while its process lives
+            _remove_search(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    check_absent(out)
+
+
+def _search_path(out: Path) -> Path:
+    return out.with_name(f".{out.name}.search")
+
+
 @contextmanager
 def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
     """Resume an interrupted search of the same extension, refuse another one's, clean up.
@@ -515,7 +530,8 @@ def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
                 ) from error
             raise
         if is_main:
-            _remove_search(folder)
+            with suppress(OSError):  # the patch is written; the next command removes the rest
+                _remove_search(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -671,6 +687,9 @@ def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
         proof, effect = _prove(folder, fitted, run.load()[0], prepared.splits["report"].ids[:1])
         result = replace(result, proof=proof, effect=effect)
         _write_record(folder, result, prepared)
+        # From here on the search belongs to nobody: a kill before it is removed leaves no claim.
+        assert prepared.job.folder is not None
+        (prepared.job.folder / CLAIM).unlink(missing_ok=True)
     return result
 
 
