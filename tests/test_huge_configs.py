@@ -117,6 +117,14 @@ def test_the_layer_in_the_same_place_or_the_last_of_its_kind_stands_for_another(
     assert building.repeated_layers(config) == {8: 1, 9: 5, 10: 6, 11: 7}
 
 
+def test_layers_stand_for_those_in_the_same_place_of_any_pattern(few_layers, monkeypatch):
+    monkeypatch.setattr(building, "REPEATS", 3)  # 8 layers are no whole number of patterns
+    config = hf.LlamaConfig(**{**SHAPE, "num_hidden_layers": 14})
+    expected = {8: 5, 9: 6, 10: 7, 11: 5, 12: 6, 13: 7}
+    assert building.repeated_layers(config) == expected
+    assert all((index - other) % 3 == 0 for index, other in expected.items())
+
+
 def test_a_short_config_has_a_layer_of_every_kind_before_one_that_shares_keys():
     def kinds(config) -> list[tuple[str, float]]:
         return [*zip(config.layer_types, config.activation_sparsity_pattern, strict=True)]

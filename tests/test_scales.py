@@ -104,8 +104,9 @@ def test_check_refuses_invalid_scales(message: str):
     assert ";" in str(error.value), "the message gives a cause and a way out"
 
 
-def test_check_returns_valid_scales_unchanged():
-    scales = Scales.uniform(1.2, range(4), 8)
+@pytest.mark.parametrize("value", [1.2, 0.01])
+def test_check_returns_valid_scales_unchanged(value: float):
+    scales = Scales.uniform(value, range(4), 8)
     assert scales.check(4096) is scales
     assert scales.constant
     assert scales.heads == 8
