@@ -232,7 +232,8 @@ def _clamp_fit(positions: Tensor, factors: Tensor) -> list[_Fit]:
     x, y = (positions + 1).log()[grown], mean[grown]
     if len(x) < 3:
         return []
-    rate = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    centered = x - x.mean()
+    rate = (centered * y).sum() / centered.square().sum()
     width = float(torch.exp(x.mean() - (y.mean() - 1) / rate))
     if not 1 < width < LONGEST:
         return []
