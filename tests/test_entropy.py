@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import tritonlike
 from families import FAMILIES, Family, tokens
@@ -112,11 +114,13 @@ def build(call: dict, device: str) -> Scores:
 
 @pytest.mark.parametrize("budget", [1, 900, 1 << 22])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_window_without_a_mask_equals_its_mask(budget: int, every: int):
+@pytest.mark.parametrize("cached", [7, 0])
+def test_a_window_without_a_mask_equals_its_mask(budget: int, every: int, cached: int):
     """Chunks leave out keys before the window; a bias is cut to the same keys."""
     torch.manual_seed(0)
-    q, k, bias = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 57, 16), torch.randn(1, 4, 50, 57)
-    distance = torch.arange(50)[:, None] + 7 - torch.arange(57)
+    keys = 50 + cached
+    q, k, bias = torch.randn(2, 4, 50, 16), torch.randn(2, 2, keys, 16), torch.randn(1, 4, 50, keys)
+    distance = torch.arange(50)[:, None] + cached - torch.arange(keys)
     mask = ((distance >= 0) & (distance < 6)).expand(2, 1, -1, -1)
     exact = reference_entropy(Scores(q, k, 0.25, mask, position_bias=bias), every=every)
     scores = Scores(q, k, 0.25, position_bias=bias, window=6)
@@ -385,6 +389,56 @@ def test_entropy_by_position_ignores_padding():
     # Without position encodings, padding does not change the entropy of the tokens after it.
     mean = (unpadded.entropy[0][:, 6:] + short.entropy[0]) / 2
     assert torch.allclose(padded.entropy[0][:, 6:], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("bins", [None, 4])
+def test_queries_beyond_the_length_are_not_counted(bins: int | None):
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)
+    short, whole = EntropyByPosition(16, bins=bins), EntropyByPosition(16, bins=bins)
+    for profile, length in ((short, 24), (whole, 16)):
+        first = q[:, :, :length], k[:, :, :length]
+        profile(seam.Call(0, torch.nn.Identity(), *first, first[1], None, 0.35, {}))
+    assert short.entropy[0].shape == (2, bins or 16)
+    assert torch.allclose(short.entropy[0], whole.entropy[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("term", ["softcap", "sinks"])
+def test_scores_are_those_of_the_family_with_a_soft_cap_or_sinks(term: str):
+    """Gemma 2 caps scores at ±cap·tanh(score / cap), gpt-oss adds a score for each head."""
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(2, 4, 6, 8).double(), 3 * torch.randn(2, 2, 6, 8).double()
+    causal = torch.full((6, 6), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups, module.sinks = 2, torch.randn(4).double()
+    option = {"softcap": 5.0} if term == "softcap" else {"sinks": module.sinks}
+    family = modeling_gemma2 if term == "softcap" else modeling_gpt_oss
+    options = option if term == "softcap" else {}
+    values = torch.eye(6, dtype=q.dtype).expand(2, 2, -1, -1)  # the output is the weights
+    added = torch.randn(2, 1, 6, 6).double().tril()
+    additive = causal + added
+    for mask, own_mask in ((causal.expand(2, 1, 6, 6), None), (additive, additive)):
+        output, _ = family.eager_attention_forward(
+            module, q, k, values, mask, scaling=0.3, **options
+        )
+        scores = Scores(q, k, 0.3, own_mask, **option)
+        rows = scores.rows(0, 6, 1, q.dtype)
+        assert torch.allclose(rows.softmax(-1)[..., :6], output.transpose(1, 2), atol=1e-7)
+        assert not scores.plain
+    assert Scores(q, k, 0.3).plain
+
+
+@pytest.mark.parametrize("term", ["bias", "position_bias"])
+def test_biases_are_added_to_the_scores(term: str):
+    """ALiBi's −2^(−8h/H)·distance, by either argument; two keys were cached."""
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8)
+    distance = torch.arange(2, 5)[:, None] - torch.arange(5)
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    expected = -slopes[:, None, None] * distance
+    bias = PlacedBias(AlibiBias(4)(5), 4, torch.arange(2, 5), torch.arange(5))
+    added = Scores(q, k, 0.3, **{term: bias if term == "bias" else expected[None]})
+    change = (added.rows(0, 3, 1, q.dtype) - Scores(q, k, 0.3).rows(0, 3, 1, q.dtype))[0]
+    assert torch.allclose(change, expected.masked_fill(distance < 0, 0.0), atol=1e-5)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -385,6 +385,13 @@ def test_compared_tokens_have_keys_beyond_their_window(
     assert {region: ids.shape[1] for region, ids in prompts.items()} == lengths
 
 
+def test_only_configs_that_express_a_layout_in_a_special_way_are_described():
+    describe = layout_format.describe_config
+    assert describe(hf.LlamaConfig()) == ""
+    assert "`no_rope_layers`" in describe(hf.SmolLM3Config())
+    assert "vLLM cannot load this checkpoint." in describe(hf.Gemma3TextConfig())
+
+
 def test_model_card_says_where_the_layout_is(exported):
     cards = {name: (exported(name)[1].folder / "README.md").read_text() for name in EXACT}
     assert "rope/5 in layers 0, 2, none in layers 1, 3." in cards["llama"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from farspan.data.windows import split_windows
 from farspan.errors import CorruptError, FarspanError, ProofError
 from farspan.methods import headscale as headscale_module
 from farspan.methods import registry
+from farspan.methods import tuning as tuning_module
 from farspan.methods.drope import drope
 from farspan.methods.headscale import SearchConfig, headlog, headscale
 from farspan.methods.job import FitJob, loss_by_position, lowest_loss, scaled_loss, search_best
@@ -272,6 +274,31 @@ def test_searches_use_the_adamw_of_wang_2024(method, applied_updates):
     for update in applied_updates:
         assert isinstance(update["optimizer"], torch.optim.AdamW)
         assert (update["betas"], update["weight_decay"]) == ((0.9, 0.95), 0.0)
+
+
+def test_a_step_counts_the_tokens_that_it_predicts(monkeypatch):
+    """All of a window but the first."""
+    model, ids = BY_NAME["farspan-none"].build(), torch.zeros(6, TARGET + 5, dtype=torch.long)
+    job = FitJob(TARGET, LENGTH, search=ids, choose=ids, layers=(0,), heads=4, model="")
+    scaled = headscale_module.ScaledModel(model, job.uniform(1.0))
+    plan = QUICK.resolve(has_nope=True)
+    optimizer = headscale_module.OptimizerConfig("adamw", lr=0.1)
+    task = headscale_module._search_task(model, scaled, job, QUICK, plan, optimizer, [])
+    assert task.tokens == 2 * (TARGET + 4)
+    monkeypatch.setattr(tuning_module, "train_weights", lambda *arguments: arguments[-1])
+    training = tuning_module.tune_weights(model, job, "pi", TuningConfig(batch=3, micro_batch=1))
+    assert training.tokens == 3 * (TARGET + 4)
+
+
+@pytest.mark.parametrize(
+    ("best", "constraint", "start"),
+    [(0.9, True, 1.0), (0.9, False, 0.9), (1.5, True, 1.5), (1.5, False, 1.5)],
+)
+def test_the_constraint_holds_for_the_uniform_scale_too(best, constraint, start, monkeypatch):
+    patch = SimpleNamespace(scales=Scales.uniform(best, range(2), 3))
+    monkeypatch.setattr(headscale_module, "uniform", lambda model, job: patch)
+    search = SearchConfig(constraint=constraint)
+    assert headscale_module.best_uniform(None, None, search) == pytest.approx(start)
 
 
 @pytest.mark.parametrize(("factor", "accurate"), [(1.0, True), (300.0, False)])
@@ -697,7 +724,12 @@ def test_recovers_the_law_of_the_best_scale():
 def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkeypatch):
     """A loss that is lowest at 1 + 0.4·ln(i / L), measured over 8 train lengths."""
     model = BY_NAME["farspan-none"].build()
-    job, installed, length = job_for(model), [], 8 * LENGTH
+    advanced, installed, length = {}, [], 8 * LENGTH
+
+    def progress(label, total):
+        return lambda count, note: advanced.setdefault((label, total), []).append(count)
+
+    job = job_for(model, progress=progress)
 
     def law(positions: np.ndarray) -> np.ndarray:
         return 1 + 0.4 * np.log(np.maximum(positions / LENGTH, 1))
@@ -710,6 +742,8 @@ def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkey
     )
     monkeypatch.setattr("farspan.methods.uniform.loss_by_position", loss)
     grid = full_grid(model, job, torch.zeros(1, length), 0.9, 2.0, bins=32)
+    assert grid.values.tolist() == [number / 100 for number in range(90, 201)]
+    assert advanced == {("grid", 111): [1] * 111}
     assert grid.interval is None, "one window says nothing about others"
     assert grid.positions.tolist() == [2 + 4 * number for number in range(32)], "centers of bins"
     assert grid.best == pytest.approx(law(grid.positions), abs=0.02)

@@ -14,6 +14,7 @@ import farspan
 from families import FAMILIES, SHAPE, SPARSE, randomized, tokens
 from farspan.attention import call as seam_call
 from farspan.attention import guard, seam
+from farspan.attention.backends import mask_of_selected_keys
 from farspan.attention.scales import Scales
 from farspan.cli import app
 from farspan.errors import FarspanError
@@ -87,6 +88,20 @@ def test_observers_and_scales_see_the_selected_keys_only(name: str):
         shown = call.mask if call.mask.dtype == torch.bool else call.mask == 0
         assert int(shown.sum(-1).max()) == selected
         assert torch.equal(shown, shown.tril())
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([[1, 2, 5]]), torch.tensor([[0], [6]])])
+def test_selected_blocks_end_at_the_position_of_the_query(positions):
+    """Without position ids, the queries are the last of the keys."""
+    module = randomized(SPARSE["minimax_m3_vl"]).model.layers[0].self_attn
+    queries = 3 if positions is None else positions.shape[1]
+    blocks = torch.tensor([0, 1]).expand(2, 2, queries, -1)  # both blocks of 4 keys
+    q, k = torch.zeros(2, 4, queries, 8), torch.zeros(2, 2, 8, 8)
+    options = {"block_indices": blocks, "position_ids": positions}
+    mask = mask_of_selected_keys(module, q, k, None, options)
+    last = torch.tensor([[5, 6, 7]]) if positions is None else positions
+    expected = torch.arange(8) <= last[:, None, :, None]
+    assert torch.equal(mask == 0, expected.expand(2, 4, -1, -1))
 
 
 @every_sparse_family

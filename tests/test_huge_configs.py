@@ -13,6 +13,7 @@ import transformers as hf
 import farspan
 from families import SHAPE
 from farspan.attention import building
+from farspan.attention.small_config import MIN_LAYERS, short_config
 from farspan.workflows import inspect as inspect_workflow
 
 LLAMA_405B = dict(
@@ -107,6 +108,33 @@ def test_layers_that_are_not_built_are_those_of_the_whole_model(config, few_laye
         assert left == right
     assert any("were not run" in warning for warning in inspection.warnings)
     assert not any("were not run" in warning for warning in expected.warnings)
+
+
+def test_the_layer_in_the_same_place_or_the_last_of_its_kind_stands_for_another(few_layers):
+    config = hf.Qwen3Config(**{**SHAPE, "num_hidden_layers": 12})
+    kinds = "full full window window window window window window full window window other"
+    config.layer_types = kinds.split()
+    assert building.repeated_layers(config) == {8: 1, 9: 5, 10: 6, 11: 7}
+
+
+def test_layers_stand_for_those_in_the_same_place_of_any_pattern(few_layers, monkeypatch):
+    monkeypatch.setattr(building, "REPEATS", 3)  # 8 layers are no whole number of patterns
+    config = hf.LlamaConfig(**{**SHAPE, "num_hidden_layers": 14})
+    expected = {8: 5, 9: 6, 10: 7, 11: 5, 12: 6, 13: 7}
+    assert building.repeated_layers(config) == expected
+    assert all((index - other) % 3 == 0 for index, other in expected.items())
+
+
+def test_a_short_config_has_a_layer_of_every_kind_before_one_that_shares_keys():
+    def kinds(config) -> list[tuple[str, float]]:
+        return [*zip(config.layer_types, config.activation_sparsity_pattern, strict=True)]
+
+    config = hf.Gemma3nTextConfig()  # every fifth layer is global, the first ten are sparse
+    short = short_config(config)
+    assert kinds(short) == kinds(config)[:16]
+    assert set(kinds(short)[:-1]) == set(kinds(config)) > set(kinds(short)[:-2])
+    assert (config.num_kv_shared_layers, short.num_kv_shared_layers) == (15, 1)
+    assert short_config(hf.LlamaConfig()).num_hidden_layers == MIN_LAYERS
 
 
 @pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])

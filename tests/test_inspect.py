@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import farspan
 from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import probe as probe_module
 from farspan.attention import seam
 from farspan.attention.probe import probe
 from farspan.cli import app
@@ -305,3 +307,26 @@ def test_a_query_temperature_by_position_is_not_rotation(dtype):
         torch.manual_seed(seed)
         model = hf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
         assert [layer.position for layer in probe(model)] == ["rope", "rope", "rope", "none"]
+
+
+def test_a_query_that_only_grows_did_not_turn():
+    torch.manual_seed(0)
+    q, factors = torch.randn(1, 4, 6, 8), 0.5 + torch.rand(1, 4, 6, 1)
+    assert not probe_module._turned(q, q * factors)
+    assert probe_module._turned(q, q * factors.expand_as(q).flip(1, 3).cumprod(-1))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_added_rotation_follows_the_place_and_not_the_hidden_states(adds, monkeypatch):
+    """Rotation that a layout adds ignores position ids: hidden states in reverse show it."""
+    monkeypatch.setattr(seam, "adds_rotation", lambda module: adds)
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 6, 8)
+    call = seam.Call(0, torch.nn.Identity(), q, q, q, None, 1.0, {})
+
+    def encoding(reversed_queries: torch.Tensor) -> str:
+        turned = dataclasses.replace(call, q=reversed_queries)
+        return probe_module._encoding(call, call, turned, takes_positions=True)
+
+    assert encoding(q.flip(2)) == "none", "every query moved with its hidden state"
+    assert encoding(q) == ("rope" if adds else "none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ import transformers as hf
 from transformers import DynamicCache, StaticCache
 
 from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import patch as patch_module
 from farspan.attention import seam
 from farspan.attention.backends import own_attention, visible_keys
 from farspan.attention.entropy import EntropyByPosition
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch, fingerprint, set_layout, set_rope
-from farspan.attention.probe import probe
+from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.decoding import generate_tokens
@@ -414,6 +416,26 @@ def test_a_family_that_hands_over_no_rotation_is_refused(monkeypatch):
         set_layout(model, Layout({0: LayerLayout(False)}))
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert seam.installed_layout(model) is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "position", "window", "message"),
+    [
+        ("rope/4", "rope", 4, None),
+        ("rope/4", "rope", None, "layer 2 of Identity does not keep to a window of 4 keys"),
+        ("rope/4", "rope", 5, "does not keep to a window of 4 keys"),
+        ("rope", "rope", 8, None),  # a window of its own
+        ("none", "rope", None, "does not hand the rotation to its attention modules, so layer 2"),
+        ("rope", "none", None, "does not hand the rotation to its attention modules, so layer 2"),
+    ],
+)
+def test_layers_that_behave_unlike_their_layout_are_refused(expected, position, window, message):
+    (entry,) = Layout.parse({2: expected}).layers.values()
+    module = torch.nn.Identity()
+    layer = Layer(2, module, position, window, heads=4, kv_heads=2, head_dim=8, base_scale=1.0)
+    refused = pytest.raises(FarspanError, match=message) if message else nullcontext()
+    with refused:
+        patch_module._check_observed(module, layer, entry)
 
 
 @pytest.mark.parametrize("name", ["farspan-none", "llama"])

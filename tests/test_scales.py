@@ -83,6 +83,8 @@ BAD = {
     "has shape .2, 3.": Scales((0, 1), torch.ones(2, 4), torch.ones(2, 3), "log", 8),
     "NaN": Scales((0,), torch.tensor([[1.0, math.nan]])),
     "falls to -0.5": Scales((3,), torch.tensor([[1.0, -0.5]])),
+    "layer 3, head 1 falls to 0 between": Scales((3,), torch.tensor([[1.0, 0.0]])),
+    "falls to -0.00685 between 2 and 1024": Scales((3,), -0.7 * ONE, ONE, "ln"),
     "layer 3, head 1 falls to": Scales(
         (3,), torch.ones(1, 2), torch.tensor([[0.1, -1.0]]), "log", 8
     ),
@@ -102,8 +104,9 @@ def test_check_refuses_invalid_scales(message: str):
     assert ";" in str(error.value), "the message gives a cause and a way out"
 
 
-def test_check_returns_valid_scales_unchanged():
-    scales = Scales.uniform(1.2, range(4), 8)
+@pytest.mark.parametrize("value", [1.2, 0.01])
+def test_check_returns_valid_scales_unchanged(value: float):
+    scales = Scales.uniform(value, range(4), 8)
     assert scales.check(4096) is scales
     assert scales.constant
     assert scales.heads == 8

@@ -793,6 +793,20 @@ def test_a_low_rank_change_is_of_that_rank_and_in_the_layers_alone(name, dtype, 
     assert torch.allclose(logits_of(patched), fitted_logits[0], atol=1e-3)
 
 
+def test_a_low_rank_change_starts_as_lora_does():
+    """A is uniform within 1/√columns, which is what peft and torch's linear layers start with."""
+    weight = torch.randn(3, 400)
+    change = tuning_module.LowRankChange(weight, 50, torch.Generator().manual_seed(0))
+    assert 0.995 < change.a.abs().max() * 20 <= 1
+    assert float(change.a.std()) * 20 == pytest.approx(3**-0.5, rel=0.02)
+    assert (change.a.shape, change.b.shape) == ((50, 400), (3, 50))
+    assert torch.equal(change(weight), weight)
+    change.b.data[1, 2] = 1
+    expected = weight.clone()
+    expected[1] += change.a[2]
+    assert torch.allclose(change(weight), expected)
+
+
 def test_a_low_rank_change_lowers_the_kl():
     model = build("llama")
     job = job_for(model)
@@ -1007,6 +1021,16 @@ def test_attention_flops_count_the_keys_that_a_window_leaves():
         assert flops == pytest.approx(4 * 4 * 8 * sum(seen) / 10)
 
 
+@pytest.mark.parametrize(("share", "windows"), [(0.5, [8, None, 8, None]), (0.01, [8, 8, 8, None])])
+def test_planned_layers_have_windows_except_the_global_ones(share, windows):
+    layers = [layer_like(index=index) for index in (0, 2, 3, 7)]
+    config = replace(SETTINGS, global_share=share)
+    planned = swan_module.planned_layers(layers, config, LENGTH)
+    assert [layer.window for layer in planned] == windows
+    assert [replace(layer, window=None) for layer in planned] == layers
+    assert swan_module.planned_layers(planned, config, LENGTH) == planned, "its windows stay"
+
+
 # Sharpening, auto, the estimate, and continued training.
 
 
@@ -1015,6 +1039,25 @@ def test_the_slope_that_retrieves_best_among_those_that_cost_little():
     assert swan_module.best_slope(losses, 0.005) == 0.2, "0.3 costs too much"
     assert swan_module.best_slope(losses, 0.03) == 0.3
     assert swan_module.best_slope({0.0: (3.5, 0.2), 0.1: (3.5, 0.3)}, 0.005) == 0.0
+
+
+def test_sharpening_measures_every_slope_and_scales_by_the_chosen_one(monkeypatch):
+    monkeypatch.setattr(swan_module, "SLOPES", (0.0, 0.2))
+    monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: max(losses))
+    advanced = {}
+
+    def progress(label, total):
+        return lambda count, note: advanced.setdefault((label, total), []).append(count)
+
+    model = build("farspan-rope")
+    job = job_for(model, progress=progress, choose=tokens(TARGET, batch=1))
+    scales = swan_module._sharpen(model, job, (1, 3), 0.0)
+    assert advanced == {("sharpen", 2): [1, 1]}
+    assert (scales.layers, scales.basis, scales.length) == ((1, 3), "log", LENGTH)
+    assert torch.equal(scales.base, torch.ones(2, 4))
+    assert torch.equal(scales.slope, torch.full((2, 4), 0.2))
+    monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: 0.0)
+    assert swan_module._sharpen(model, job, (1, 3), 0.0) is None
 
 
 def test_sharpening_scales_the_global_layers_only_and_is_recorded(monkeypatch):

@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import farspan
 from families import FAMILIES, SHAPE, SPARSE, TEMPERED, randomized, tokens
+from farspan.attention import temperature as temperature_module
 from farspan.attention.probe import probe
-from farspan.attention.temperature import LONGEST, temperatures
+from farspan.attention.temperature import LONGEST, MAX_DEVIATION, temperatures
 from farspan.errors import FarspanError
 
 
@@ -60,6 +61,39 @@ def test_the_law_of_a_family_is_measured(name: str):
     expected = law(temperature.positions.double())
     assert torch.allclose(temperature.factors, expected.expand_as(temperature.factors), rtol=1e-5)
     assert temperature.at(50) == pytest.approx((float(law(torch.tensor(49.0))),) * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("width", [100, 5000, 8192, 131_072, LONGEST // 2 + 3])
+@pytest.mark.parametrize(
+    ("formula", "basis"),
+    [
+        ("ln(1 + ⌊n/{}⌋)", lambda p, width: math.log1p((p + 1) // width)),
+        ("ln(1 + ⌊p/{}⌋)", lambda p, width: math.log1p(p // width)),
+        ("ln(max(n/{}, 1))", lambda p, width: math.log(max((p + 1) / width, 1))),
+    ],
+)
+def test_every_law_is_recognized_at_any_width(formula, basis, width, monkeypatch):
+    def norms_at(position: int) -> Tensor:
+        return torch.tensor([[2 + 2 * 0.1 * basis(position, width)]], dtype=torch.float64)
+
+    monkeypatch.setattr(temperature_module, "_norm_reader", lambda model, layers: norms_at)
+    norms, growing = temperature_module._sample(None, (), None, MAX_DEVIATION)
+    assert growing == [0]
+    assert len(norms) < 60, "a few dozen runs of the model"
+    positions = torch.tensor(sorted(norms))
+    factors = torch.stack([norms[p] / norms[0] for p in positions.tolist()], dim=-1)
+    (law,) = temperature_module._group([3], positions, factors, MAX_DEVIATION)
+    digits = f"{width:.4g}" if "max" in formula else width
+    assert (law.layers, law.formula) == ((3,), "1 + 0.1·" + formula.format(digits))
+
+
+def test_a_line_is_fitted_to_three_points_and_not_to_two():
+    """Any two points are on a line."""
+    positions = torch.tensor([0.0, 9, 999, 9999, 99_999])
+    for grown in (2, 3):
+        factors = (1 + 0.1 * ((positions + 1) / 10 ** (5 - grown)).clamp(min=1).log())[None]
+        fits = temperature_module._clamp_fit(positions.double(), factors.double())
+        assert [fit.deviation < 1e-6 for fit in fits] == [True] * (grown == 3)
 
 
 def test_a_law_with_a_rate_for_each_head():

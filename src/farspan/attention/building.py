@@ -93,7 +93,7 @@ def repeated_layers(config: PreTrainedConfig) -> dict[int, int]:
     stands_for = {}
     for index in range(MAX_LAYERS, text.num_hidden_layers):
         same_place = MAX_LAYERS - REPEATS + (index - MAX_LAYERS) % REPEATS
-        candidates = [same_place, *range(MAX_LAYERS - 1, -1, -1)]
+        candidates = [same_place, *reversed(range(MAX_LAYERS))]
         stands_for[index] = next(
             (other for other in candidates if kinds[other] == kinds[index]), same_place
         )

@@ -131,7 +131,7 @@ class Scales:
             raise FarspanError(f"scales {name} holds NaN or infinity; fit the patch again")
 
     def _check_positive(self, target_length: int) -> None:
-        ends = torch.tensor([2, max(2, target_length)], device=self.base.device)
+        ends = torch.tensor([2, target_length], device=self.base.device)
         lowest = self.at(ends).detach().amin(dim=-1)
         if (lowest <= 0).any():
             layer, head = (lowest <= 0).nonzero()[0].tolist()

@@ -133,8 +133,8 @@ def _norm_reader(model: PreTrainedModel, layers: Sequence[Layer]) -> Callable[[i
 def _sample_onset(
     norms: dict[int, Tensor], norms_at: Callable[[int], Tensor], layer: int, tolerance: float
 ) -> None:
-    """Sample the first position whose factor is not 1 and the one before, by bisection, and their
-    doubles, which tell ⌊n/F⌋ from ⌊p/F⌋."""
+    """Sample the first position whose factor is not 1 and the one before, by bisection, and the
+    double of the first, where ⌊n/F⌋ and ⌊p/F⌋ differ."""
 
     def grown(position: int) -> bool:
         return bool(((norms[position] / norms[0])[layer] - 1).abs().max() > tolerance)
@@ -145,9 +145,7 @@ def _sample_onset(
         middle = (low + high) // 2
         norms[middle] = norms_at(middle)
         low, high = (low, middle) if grown(middle) else (middle, high)
-    for position in (2 * high, 2 * high + 1):
-        if position not in norms:
-            norms[position] = norms_at(position)
+    norms[2 * high] = norms_at(2 * high)
 
 
 @dataclass(frozen=True)
@@ -234,7 +232,8 @@ def _clamp_fit(positions: Tensor, factors: Tensor) -> list[_Fit]:
     x, y = (positions + 1).log()[grown], mean[grown]
     if len(x) < 3:
         return []
-    rate = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    centered = x - x.mean()
+    rate = (centered * y).sum() / centered.square().sum()
     width = float(torch.exp(x.mean() - (y.mean() - 1) / rate))
     if not 1 < width < LONGEST:
         return []

@@ -25,6 +25,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from farspan.attention.small_config import head_dim
 from farspan.errors import FarspanError, ProofError, install_hint
 from farspan.model.config import SLIDING
 from farspan.train.metadata import begin_of_text
@@ -56,7 +57,11 @@ PRE_TOKENIZERS = {
 # exactly the same model.
 QUERY_FACTOR = 2.0**-10
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
-FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
+FILE_TYPES = {
+    torch.float32: "ALL_F32",
+    torch.float16: "MOSTLY_F16",
+    torch.bfloat16: "MOSTLY_BF16",
+}
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: Any, file: Path, name: str = "") -> None:
@@ -65,7 +70,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, file: Path, name: str = "
         raise FarspanError(
             f"writing {file.name} needs gguf, which is not installed; {install_hint('gguf')}"
         )
-    from gguf import GGUFWriter
+    from gguf import GGUFWriter, LlamaFileType
 
     architecture = architecture_of(model)
     metadata = {
@@ -77,7 +82,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, file: Path, name: str = "
     writer = GGUFWriter(file, architecture)
     if name:
         writer.add_name(name)
-    writer.add_file_type(FILE_TYPES[model.dtype])
+    writer.add_file_type(LlamaFileType[FILE_TYPES[model.dtype]])
     for key, value in metadata.items():
         _add(writer, f"{architecture}.{key}", value)
     for key, value in vocabulary.items():
@@ -122,7 +127,7 @@ def architecture_of(model: PreTrainedModel) -> str:
 
 
 def _shape(config: Any) -> dict[str, Any]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_dim(config)
     return {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
@@ -131,10 +136,10 @@ def _shape(config: Any) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
+        "attention.key_length": width,
+        "attention.value_length": width,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": head_dim,
+        "rope.dimension_count": width,
     }
 
 

@@ -200,7 +200,8 @@ def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> f
     """The best uniform λ̂ that the constraint allows."""
     scales = uniform(model, job).scales
     assert scales is not None
-    return max(1.0, float(scales.base[0, 0])) if search.constraint else float(scales.base[0, 0])
+    (best,) = scales.base.unique().tolist()
+    return max(1.0, best) if search.constraint else best
 
 
 def _search(

@@ -195,9 +195,13 @@ def _sharpen(
     heads = {layer.index: layer.heads for layer in probe(model)}
     table = torch.ones(len(layers), heads[layers[0]])
     losses: dict[float, tuple[float, float]] = {}
+
+    def scales_with(slope: float) -> Scales:
+        slopes = torch.full_like(table, slope)
+        return Scales(tuple(layers), table, slopes, "log", job.train_length)
+
     for slope in SLOPES:
-        scales = Scales(tuple(layers), table, slope * table, "log", job.train_length)
-        seam.install(model, scales)
+        seam.install(model, scales_with(slope))
         try:
             by_token = [token_losses(model, row[None].to(model.device))[0].cpu() for row in ids]
         finally:
@@ -210,7 +214,7 @@ def _sharpen(
         for slope, (loss, retrieval) in losses.items()
     ]
     best = best_slope(losses, max_loss)
-    return Scales(tuple(layers), table, best * table, "log", job.train_length) if best else None
+    return scales_with(best) if best else None
 
 
 def best_slope(losses: Mapping[float, tuple[float, float]], max_loss: float) -> float:
