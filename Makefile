@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test long mutants families oldest check lint types dev wheel clean
+.PHONY: demo test long mutants families oldest check lint types dev figures docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -47,11 +47,20 @@ types: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
 
+# The figures of the documentation that have records, drawn again.
+figures: $(VENV)/.installed
+	$(BIN)/python benchmarks/draw_figures.py
+
+# The documentation as a site, in site/; a warning is an error.
+docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oldest dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch first: when it is installed by itself, pip takes the build that the constraint names.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)

@@ -26,7 +26,7 @@ CODE = sorted(
     path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FORBIDDEN_NAMES = {
     "found",
     "told",

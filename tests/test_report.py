@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import html
 import html.parser
 import importlib.util
 import json
@@ -107,20 +110,18 @@ def written(runs) -> str:
     return report([runs / kind for kind in KINDS], runs / "report.html").read_text(encoding="utf-8")
 
 
-def figures_of(text: str) -> list[dict]:
-    return [
-        json.loads(data)
-        for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
-    ]
-
-
 def titled(text: str, words: str) -> list[dict]:
-    return [figure for figure in figures_of(text) if words in figure["layout"]["title"]["text"]]
+    """The charts with these words in their caption."""
+    pattern = r'<figcaption>([^<]*).*?<script type="application/json">(.*?)</script>'
+    charts = re.findall(pattern, text, re.DOTALL)
+    return [json.loads(data) for caption, data in charts if words in html.unescape(caption)]
 
 
-def without_plotly(text: str) -> str:
-    """The page without plotly's script."""
-    return text[: text.index("<script>")] + text[text.index("</head>") :]
+def split_plotly(text: str) -> tuple[str, str]:
+    """The page without plotly's script, and that script."""
+    before, packed, after = re.split(r'(?<=<script id="plotly" )(.*?)(?=</script>)', text)
+    script = gzip.decompress(base64.b64decode(packed.partition(">")[2])).decode()
+    return f"{before}>{after}", script
 
 
 class PageParser(html.parser.HTMLParser):
@@ -141,16 +142,17 @@ class PageParser(html.parser.HTMLParser):
 
 def test_page_is_complete_and_needs_no_network(written):
     parser = PageParser()
-    parser.feed(without_plotly(written))
+    text, script = split_plotly(written)
+    parser.feed(text)
     assert parser.open == []
-    assert parser.links == []
-    assert "Plotly.react" in written
-    assert "plotly.js v" in written, "the script is embedded"
-    assert "showSendToCloud: false" in without_plotly(written), (
-        "plotly must not offer to upload figures"
-    )
+    assert len(written) < 4e6
+    assert "Plotly.react" in text
+    assert "plotly.js v" in script, "the script is embedded"
+    assert "showSendToCloud: false" in text, "plotly must not offer to upload figures"
     titles = re.findall("<h2>(.*?)</h2>", written)
-    assert titles == [title for title, _ in page.SECTIONS.values()]
+    assert titles == ["Summary", *(title for title, _ in page.SECTIONS.values()), "Runs"]
+    anchors = [f"#{anchor}" for anchor in re.findall('<section id="(.*?)">', written)]
+    assert parser.links == anchors, "the contents, and no other links"
 
 
 def test_names_are_escaped(written):
@@ -158,9 +160,9 @@ def test_names_are_escaped(written):
         trace["name"] for figure in titled(written, "Loss by position") for trace in figure["data"]
     ]
     assert any("model &lt;b>" in name.replace("&gt;", ">") for name in names)
-    assert "<b>" not in without_plotly(written)
+    assert "<b>" not in split_plotly(written)[0]
     assert "<" not in "".join(
-        re.findall(r'"application/json">(.*?)</script>', without_plotly(written), re.DOTALL)
+        re.findall(r'"application/json">(.*?)</script>', split_plotly(written)[0], re.DOTALL)
     )
 
 
@@ -189,7 +191,8 @@ def test_patch_shows_loss_and_scales(runs, written):
     patch_scales = Patch.load(runs / "patch").scales
     assert np.allclose(scales["data"][0]["z"], patch_scales.at(torch.tensor(128)))
     assert not np.allclose(scales["data"][0]["z"], patch_scales.base), "at the target"
-    assert f"<td>loss@128</td><td>{record['before']['loss@128']:.3f}</td>" in written
+    number = '<td class="number">'
+    assert f"<td>loss@128</td>{number}{record['before']['loss@128']:.3f}</td>" in written
 
 
 def test_evaluation_shows_its_baseline_and_intervals(runs, written):
@@ -204,7 +207,11 @@ def test_evaluation_shows_its_baseline_and_intervals(runs, written):
         low = np.subtract(trace["y"], trace["error_y"]["arrayminus"])
         assert np.allclose(high, [score["high"] for score in ppl])
         assert np.allclose(low, [score["low"] for score in ppl])
-    grids = titled(written, "passkey accuracy (passkey documents in training: ")
+    assert model["name"] == "patch", "a run bears the name of its model"
+    assert [mark["x0"] for mark in figure["layout"]["shapes"]] == [64]
+    (label,) = figure["layout"]["annotations"]
+    assert (label["text"], label["x"]) == ("trained on 64", math.log10(64)), "x is logarithmic"
+    grids = titled(written, "passkey accuracy")
     assert len(grids) == 2
 
 
@@ -275,15 +282,15 @@ def test_baseline_scores_of_several_runs_are_merged_unless_they_differ(tmp_path)
     text = report(runs, tmp_path / "page.html").read_text()
     (figure,) = titled(text, "Perplexity")
     assert {trace["name"]: (trace["x"], trace["y"]) for trace in figure["data"]} == {
-        "a/run": ([256], [9.0]),
-        "b/run": ([512], [8.0]),
-        "c/run": ([512], [7.0]),
-        "d/gated": ([512], [7.0]),
+        "one (a/run)": ([256], [9.0]),
+        "one (b/run)": ([512], [8.0]),
+        "one (c/run)": ([512], [7.0]),
+        "one (d/gated)": ([512], [7.0]),
         "base": ([256, 512], [20.0, 30.0]),
-        "base (baseline of c/run)": ([512], [31.0]),
+        "base (baseline of one (c/run))": ([512], [31.0]),
     }
-    assert "<p>c/run: other &lt;tokens&gt;</p>" in text
-    assert "<p>d/gated: ppl@512 is 7.00</p>" in text
+    assert "<p>one (c/run): other &lt;tokens&gt;</p>" in text
+    assert '<li class="wrong"><b>fails</b> one (d/gated): ppl@512 is 7.00</li>' in text
 
 
 def test_axis_has_ticks_and_is_not_stretched_by_intervals(tmp_path):
@@ -298,7 +305,7 @@ def test_axis_has_ticks_and_is_not_stretched_by_intervals(tmp_path):
     (figure,) = titled(far.read_text(), "Perplexity")
     assert figure["layout"]["yaxis"]["type"] == "log"
     assert max(figure["data"][0]["error_y"]["array"]) <= 9 * 300
-    assert "<td>300.0–3.4e+32</td>" in far.read_text()
+    assert '<td class="number">300.0–3.4e+32</td>' in far.read_text()
 
 
 def test_lab_shows_the_chosen_learning_rate(tmp_path):
@@ -330,7 +337,7 @@ def test_lab_shows_the_chosen_learning_rate(tmp_path):
     assert figure["data"][0]["y"] == [1.0, 0.75, 0.0]
     assert [mark["x0"] for mark in figure["layout"]["shapes"]] == [10]
     assert "0 of 4 models learned their task" in text
-    assert "<td>none</td><td>1.000</td><td>1</td>" in text
+    assert '<td>none</td><td class="number">1.000</td><td class="number">1</td>' in text
 
 
 def test_study_shows_every_method_and_gaps_for_nan(written):
@@ -338,11 +345,11 @@ def test_study_shows_every_method_and_gaps_for_nan(written):
     assert training["data"][0]["y"] == [5.5, None, 5.25]
     books, other = titled(written, "study: small for 2×")
     assert {trace["name"]: trace["y"] for trace in books["data"]} == {
-        "none": [3.5, 8.5],
+        "as trained": [3.5, 8.5],
         "uniform": [4.0, 5.0],
     }
     assert {trace["name"]: trace["y"] for trace in other["data"]} == {
-        "none": [3.5, 9.5],
+        "as trained": [3.5, 9.5],
         "uniform": [3.75, None],
     }
     (scales,) = titled(written, "the best λ̂ by position")

@@ -12,8 +12,9 @@ import pytest
 
 from farspan.evals.answers import text_around
 from farspan.evals.ruler_words import ADJECTIVES, NOUNS
+from farspan.report import samples
 from farspan.report.page import Run, page
-from farspan.report.samples import COLUMNS, LONGEST_TEXT, MOST
+from farspan.report.samples import COLUMNS, LONGEST_TEXT
 
 WORDS = [*ADJECTIVES.split(), *NOUNS.split()]
 
@@ -34,9 +35,9 @@ def needle(number: int, **changes) -> dict:
     }
 
 
-def written(samples: list[dict], *more: list[dict]) -> str:
+def written(*of_runs: list[dict]) -> str:
     record = {"command": "eval", "scores": []}
-    return page([Run(f"run {n}", record, samples=s) for n, s in enumerate((samples, *more))], "")
+    return page([Run(f"run {n}", record, samples=rows) for n, rows in enumerate(of_runs)], "")
 
 
 def unpacked(text: str) -> list[dict]:
@@ -47,14 +48,14 @@ def unpacked(text: str) -> list[dict]:
 def test_a_table_has_what_is_asked_and_answered():
     passkey = {"model": "m", "eval": "passkey", "task": "passkey", "length": 256, "depth": 0.5}
     window = {"model": "m", "eval": "perplexity", "task": "t", "length": 256, "nll": 3.0}
-    samples = [
+    rows = [
         needle(7),
         needle(8, prediction="x" * 900, score=0.5),
         {**passkey, "key": 22, "said": " 23", "hit": False},
         needle(9, eval="longbench", task="trec", score=100.0, depths=[]),
         window,
     ]
-    (columns,) = unpacked(written(samples))
+    (columns,) = unpacked(written(rows))
     assert tuple(columns) == COLUMNS
     assert columns["task"] == ["niah_single_1", "niah_single_1", "passkey", "trec"]
     assert columns["score"] == [1.0, 0.5, 0.0, 1.0]
@@ -79,22 +80,32 @@ def random_text(rng: np.random.Generator, words: int) -> str:
     return " ".join(WORDS[place] for place in rng.integers(len(WORDS), size=words))
 
 
-def test_ten_thousand_samples_fit_in_three_megabytes():
-    """With plotly's 4.8 MB the page stays below 8 MB; random words compress worse than text."""
+def random_needles(count: int) -> list[dict]:
     rng = np.random.default_rng(0)
-    samples = [
+    return [
         needle(
             int(rng.integers(10**6, 10**7)),
             around=random_text(rng, 25),
             prediction=random_text(rng, 80),
             question=f"What is the special magic number for {random_text(rng, 2)}?",
         )
-        for _ in range(MOST + 5)
+        for _ in range(count)
     ]
-    text = written(samples)
-    assert len(text.encode()) < 3_100_000
-    assert f"run 0: {MOST:,} samples; 5 more are in its folder" in text
-    assert len(unpacked(text)[0]["task"]) == MOST
+
+
+def test_samples_stay_within_their_share_of_the_page(monkeypatch):
+    monkeypatch.setattr(samples, "MOST", 300)
+    text = written(random_needles(305))
+    assert "run 0: 300 samples; 5 more are in its folder" in text
+    room = len(text) // 2
+    monkeypatch.setattr(samples, "PACKED", room)
+    first, second = random_needles(200), random_needles(100)
+    text = written(first, second)
+    shown = [len(columns["task"]) for columns in unpacked(text)]
+    assert shown[0] + shown[1] < 300
+    packs = re.findall('<script type="application/gzip">(.*?)</script>', text)
+    assert 0.9 * room < sum(map(len, packs)) < room + 200, "an empty table takes 200"
+    assert f"{200 - shown[0]} more are in its folder" in text
 
 
 @pytest.mark.parametrize(

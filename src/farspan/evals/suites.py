@@ -103,6 +103,7 @@ class EvalPlan:
             "lengths": list(self.lengths),
             "grid": list(self.grid),
             "contexts": list(self.contexts),
+            "context": self.context,
             "data": {name: str(path) for name, path in self.texts.items()},
             "mode": config.mode,
             "metric": config.metric,

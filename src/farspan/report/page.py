@@ -1,13 +1,11 @@
-"""Records of runs as one HTML page that needs no network: interactive curves, grids and tables.
+"""Records of runs as one HTML page that needs no network: summary, interactive charts and tables.
 
-A figure is data for plotly, whose script the page contains once; the rest is plain HTML.
+Plotly's script is in the page once, compressed; the rest is plain HTML.
 """
 
 from __future__ import annotations
 
 import html
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +15,32 @@ import numpy as np
 
 from farspan.evals.results import stored_scores
 from farspan.record import format_number
+from farspan.report.comparison import group_label
+from farspan.report.elements import (
+    Trace,
+    grid,
+    heads_grid,
+    length_axis,
+    line,
+    log_axis,
+    plot,
+    position_axis,
+    ring,
+    side_by_side,
+    table,
+)
 from farspan.report.figures import running_mean, without_variants
 from farspan.report.samples import samples_table
-from farspan.report.style import COLORS
+from farspan.report.summary import gate_list, summary_cards
 
 PAGE = Path(__file__).parent.parent / "assets" / "report.html"
 
 Record = Mapping[str, Any]
-Trace = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The record of one run; run names are distinct."""
+    """The record of one run; names are distinct, and those of the model where there is one."""
 
     name: str
     record: Record
@@ -38,16 +49,31 @@ class Run:
     )  # of a patch at its target: layer -> λ̂ per head
     metrics: Sequence[Record] = ()  # of a training run, step by step
     samples: Sequence[Record] = ()  # of an evaluation: prompts with their answers
+    folder: str = ""
 
 
-def page(runs: Sequence[Run], script: str) -> str:
-    """The whole page; `script` is plotly's."""
-    parts = [_runs_table(runs)]
+def page(runs: Sequence[Run], packed_script: str) -> str:
+    """The whole page; the script is plotly's, packed by `samples.compress`."""
+    parts: list[str] = []
+    contents: list[tuple[str, str]] = []
+    if cards := summary_cards([(run.name, run.record) for run in runs]):
+        parts.append(_section("Summary", [cards], contents))
     for command, (title, draw) in SECTIONS.items():
         if of_command := [run for run in runs if run.record["command"] == command]:
-            parts += [f"<h2>{title}</h2>", *draw(of_command)]
+            parts.append(_section(title, draw(of_command), contents))
+    parts.append(_section("Runs", [_runs_table(runs)], contents))
+    links = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in contents)
+    nav = f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
     before, after = PAGE.read_text(encoding="utf-8").split("{parts}")
-    return before.replace("{script}", script) + "\n".join(parts) + after
+    after = after.replace("{plotly}", packed_script)
+    return before + "\n".join([nav, "<main>", *parts, "</main>"]) + after
+
+
+def _section(title: str, content: Iterable[str], contents: list[tuple[str, str]]) -> str:
+    """A part of the page under a heading, which is added to the contents."""
+    anchor = title.lower().replace(" ", "-")
+    contents.append((anchor, title))
+    return f'<section id="{anchor}"><h2>{title}</h2>\n' + "\n".join(content) + "</section>"
 
 
 def _runs_table(runs: Sequence[Run]) -> str:
@@ -59,13 +85,13 @@ def _runs_table(runs: Sequence[Run]) -> str:
             [
                 run.name,
                 run.record["command"],
-                run.record.get("model") or (run.record.get("settings") or {}).get("model") or "",
+                run.folder,
                 str(run.record.get("when", "")).replace("T", " ")[:16],
                 environment.get("device", ""),
                 ", ".join(f"{name} {version}" for name, version in packages.items()),
             ]
         )
-    return table(["run", "command", "model", "date (UTC)", "device", "packages"], rows)
+    return table(["run", "command", "folder", "date (UTC)", "device", "packages"], rows, "Runs")
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -86,12 +112,19 @@ def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
             for model in run.record["models"]
         ]
     lengths = {model["train_length"] for model in models if model["train_length"]}
-    for key, title in (("loss", "Loss by position"), ("entropy", "Mean attention entropy")):
+    rows = [[model["model"], model["verdict"]] for model in models]
+    yield table(["model", "verdict"], rows, "Verdicts")
+    for key, title, y in (
+        ("loss", "Loss by position", "loss (nats per token)"),
+        ("entropy", "Mean attention entropy", "entropy (nats)"),
+    ):
         measured = [(n, model) for n, model in enumerate(models) if model[key] is not None]
         lines = [trace for n, model in measured for trace in _curve(model, key, n)]
         if lines:
-            yield plot(lines, title, "position (tokens)", "nats", marks=lengths)
-    yield table(["model", "verdict"], [[model["model"], model["verdict"]] for model in models])
+            note = "a ring marks the knee, where a curve leaves its trend"
+            axis = position_axis(max(model["positions"][-1] for _, model in measured))
+            yield plot(lines, title, "position (tokens)", y, marks=lengths, note=note, xaxis=axis)
+    grids = []
     for model in models:
         length = model["train_length"]
         if length and model["entropy_by_head"]:
@@ -103,7 +136,8 @@ def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
                 for layer, heads in model["entropy_by_head"].items()
             }
             title = f"{model['model']}: entropy of heads at the end minus at {length:,} tokens"
-            yield heads_grid(growth, title, "nats", middle=0.0)
+            grids.append(heads_grid(growth, title, "nats", middle=0.0))
+    yield side_by_side(grids)
 
 
 def _curve(model: Record, key: str, number: int) -> Iterator[Trace]:
@@ -114,7 +148,7 @@ def _curve(model: Record, key: str, number: int) -> Iterator[Trace]:
     yield line(positions, curve.tolist(), model["model"], number)
     if knee := model[f"{key}_knee"]:
         height = float(np.interp(knee, positions, curve))
-        yield point(knee, height, f"{model['model']}: knee", number)
+        yield ring(knee, height, f"{model['model']}: knee", number)
 
 
 def _extensions(runs: Sequence[Run]) -> Iterator[str]:
@@ -130,14 +164,16 @@ def _extensions(runs: Sequence[Run]) -> Iterator[str]:
             lines.append(line(positions, smooth[::step].tolist(), name, 1 - number))
         method = record.get("method") or record["settings"]["method"]
         title = f"{run.name}: loss by position, {method}"
-        yield plot(lines, title, "position (tokens)", "loss (nats)", marks={length})
+        x, y, axis = "position (tokens)", "loss (nats per token)", position_axis(len(smooth))
+        yield plot(lines, title, x, y, marks={length}, xaxis=axis)
         yield from _notes(run)
         yield table(
-            ["", "before", "after"],
+            ["measure", "before", "after"],
             [[key, f"{before[key]:.3f}", f"{after[key]:.3f}"] for key in before],
+            f"{run.name}: before and after",
         )
         if run.scales:
-            yield heads_grid(run.scales, f"{run.name}: λ̂ of each head at the target", "λ̂")
+            yield heads_grid(run.scales, f"{run.name}: λ̂ of each head at the target", "")
 
 
 def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
@@ -146,29 +182,31 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     perplexities = [
         score for scores in models.values() for score in scores if score["metric"] == "ppl"
     ]
-    for task in dict.fromkeys(score["tags"]["task"] for score in perplexities):
-        yield _perplexity(models, task)
-    for name, scores in models.items():
-        if at_depth := [score for score in scores if score["metric"] == "passkey_at_depth"]:
-            yield _passkeys(name, at_depth)
+    settings = [run.record.get("settings") or {} for run in runs]
+    lengths = {int(each["train_length"]) for each in settings if each.get("train_length")}
+    yield gate_list([(run.name, gate) for run in runs for gate in run.record.get("gates") or ()])
     for run in runs:
         yield from _notes(run)
-        for gate in run.record.get("gates") or ():
-            yield f"<p>{html.escape(run.name)}: {html.escape(str(gate['told']))}</p>"
+    for task in dict.fromkeys(score["tags"]["task"] for score in perplexities):
+        yield _perplexity(models, task, lengths)
+    yield side_by_side(
+        _passkeys(name, at_depth, lengths)
+        for name, scores in models.items()
+        if (at_depth := [score for score in scores if score["metric"] == "passkey_at_depth"])
+    )
     rows = [
         _row(name, score)
         for name, scores in models.items()
         for score in scores
         if not score["tags"].get("detail")
     ]
-    yield table(
-        ["run", "eval", "task", "metric", "length", "value", "95% interval", "n", "data"], rows
-    )
+    header = ["measure", "model", "length", "value", "95% interval", "n"]
+    yield table(header, rows, "Scores")
     yield from samples_table({run.name: run.samples for run in runs})
 
 
-def _perplexity(models: Mapping[str, Sequence[Record]], task: str) -> str:
-    lines, plotted = [], []
+def _perplexity(models: Mapping[str, Sequence[Record]], task: str, marks: set[int]) -> str:
+    lines, plotted, measured = [], [], set()
     for number, (name, scores) in enumerate(models.items()):
         of_task = [s for s in scores if s["metric"] == "ppl" and s["tags"]["task"] == task]
         if of_task:
@@ -179,12 +217,12 @@ def _perplexity(models: Mapping[str, Sequence[Record]], task: str) -> str:
             spread = {"type": "data", "symmetric": False, "array": above}
             spread["arrayminus"] = [score["value"] - score["low"] for score in of_task]
             lengths = [score["length"] for score in of_task]
+            measured |= {*lengths}
             lines.append(line(lengths, values, name, number, mode="lines+markers", error_y=spread))
-    x, y = {"type": "log", "dtick": math.log10(2)}, {}
-    if max(plotted) > 5 * min(plotted):  # over a narrower range, a log axis shows too few ticks
-        ticks = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
-        y = {"type": "log", "tickvals": ticks, "tickformat": ",d"}
-    return plot(lines, f"Perplexity, {task}", "length (tokens)", "perplexity", xaxis=x, yaxis=y)
+    axes: dict[str, Any] = {"xaxis": length_axis(measured), "yaxis": log_axis(plotted)}
+    note = "bars: 95% intervals"
+    title, x = f"Perplexity, {task}", "length (tokens)"
+    return plot(lines, title, x, "perplexity", marks=marks, note=note, **axes)
 
 
 def scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
@@ -219,29 +257,35 @@ def _score_key(score: Record) -> tuple[Any, ...]:
     )
 
 
-def _passkeys(name: str, scores: Sequence[Record]) -> str:
+def _passkeys(name: str, scores: Sequence[Record], train_lengths: set[int]) -> str:
     lengths = sorted({score["length"] for score in scores})
     depths = sorted({score["tags"]["depth"] for score in scores})
     accuracies = {(score["tags"]["depth"], score["length"]): score["value"] for score in scores}
     values = [[accuracies.get((depth, length)) for length in lengths] for depth in depths]
     trained = scores[0]["tags"]["trained_on_passkeys"]
-    title = f"{name}: passkey accuracy (passkey documents in training: {trained})"
+    title = f"{name}: passkey accuracy"
     across, down = [f"{length:,}" for length in lengths], [f"{depth:.0%}" for depth in depths]
-    return grid(values, across, down, title, "length (tokens)", "depth of the key", zmin=0, zmax=1)
+    note = f"passkey documents in training: {trained}"
+    inside = 0
+    if len(train_lengths) == 1:
+        (train_length,) = train_lengths
+        inside = sum(length <= train_length for length in lengths)
+        note += f"; the line is at the train length, {train_length:,}"
+    options: dict[str, Any] = {"zmin": 0, "zmax": 1, "inside": inside, "note": note}
+    return grid(values, across, down, title, "length (tokens)", "depth of the key", **options)
 
 
 def _row(name: str, score: Record) -> list[str]:
     tags = score["tags"]
+    measure = group_label((score["eval"], tags.get("task", ""), score["metric"]))
+    data = tags.get("data")
     return [
+        f"{measure} ({data})" if data else measure,
         name,
-        score["eval"],
-        tags.get("task", ""),
-        score["metric"],
         f"{score['length']:,}",
         format_number(score["value"]),
         f"{format_number(score['low'])}–{format_number(score['high'])}",
         f"{score['n']:,}",
-        tags.get("data", ""),
     ]
 
 
@@ -253,12 +297,13 @@ def _lab(runs: Sequence[Run]) -> Iterator[str]:
             [rank["encoding"], f"{rank['reciprocal']:.3f}", rank["tasks"]]
             for rank in run.record["ranks"]
         ]
-        yield table(["encoding", "mean reciprocal rank", "tasks"], ranks)
+        yield table(["encoding", "mean reciprocal rank", "tasks"], ranks, f"{run.name}: ranks")
         encodings = list(dict.fromkeys(cell["encoding"] for cell in run.record["cells"]))
         kinds: dict[tuple[str, ...], dict[str, list[Record]]] = {}
         for cell in run.record["cells"]:
             kind = (cell["task"], cell["size"], cell["scratchpad"])
             kinds.setdefault(kind, {}).setdefault(cell["encoding"], []).append(cell)
+        charts = []
         for (task, size, scratchpad), trained in kinds.items():
             lines = [
                 line(*_accuracy(trained[encoding]), encoding, number, mode="lines+markers")
@@ -272,8 +317,11 @@ def _lab(runs: Sequence[Run]) -> Iterator[str]:
                 for length in cell["in_range"]
             )
             pad = "" if scratchpad == "none" else f", scratchpad {scratchpad}"
-            title, axis = f"{run.name}: {task}, {size}{pad}", {"range": [-0.03, 1.03]}
-            yield plot(lines, title, "length", "exact match", marks={longest}, yaxis=axis)
+            title = f"{run.name}: {task}, {size}{pad}"
+            axis = {"range": [-0.03, 1.15], "dtick": 0.2}  # with room for the label of the mark
+            options: dict[str, Any] = {"marks": {longest}, "marked": "trained up to"}
+            charts.append(plot(lines, title, "length", "exact match", yaxis=axis, **options))
+        yield side_by_side(charts)
 
 
 def _accuracy(cells: Sequence[Record]) -> tuple[list[int], list[float]]:
@@ -323,8 +371,11 @@ def _method_losses(methods: Mapping[str, Sequence[Record]], text: str, title: st
     lines = []
     for number, (method, cells) in enumerate(methods.items()):
         mean = np.mean([_to_floats(cell["loss"][text]) for cell in cells], axis=0)
-        lines.append(line(cells[0]["positions"], mean.tolist(), method, number))
-    return plot(lines, title, "position (tokens)", "loss (nats)", marks={cells[0]["train_length"]})
+        name = "as trained" if method == "none" else method
+        lines.append(line(cells[0]["positions"], mean.tolist(), name, number))
+    positions, length = cells[0]["positions"], cells[0]["train_length"]
+    x, y, axis = "position (tokens)", "loss (nats per token)", position_axis(positions[-1])
+    return plot(lines, title, x, y, marks={length}, xaxis=axis)
 
 
 def _trainings(runs: Sequence[Run]) -> Iterator[str]:
@@ -333,7 +384,7 @@ def _trainings(runs: Sequence[Run]) -> Iterator[str]:
         steps = [entry["step"] for entry in run.metrics]
         losses = [entry["loss"] for entry in run.metrics]
         lines.append(line(steps, losses, run.name, number))
-    yield plot(lines, "Training loss", "step", "loss (nats)")
+    yield plot(lines, "Training loss", "step", "loss (nats per token)")
 
 
 SECTIONS = {
@@ -344,122 +395,6 @@ SECTIONS = {
     "lab run": ("Lab", _lab),
     "pretrain": ("Training", _trainings),
 }
-
-
-# Elements of the page.
-
-
-def line(
-    x: Sequence[float], y: Sequence[float | None], name: str, number: int, **options: Any
-) -> Trace:
-    color = COLORS[number % len(COLORS)]
-    dash = ("solid", "dash", "dot", "dashdot")[number // len(COLORS) % 4]
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": list(x),
-        "y": [value if value is not None and math.isfinite(value) else None for value in y],
-        "name": html.escape(name, quote=False),  # plotly interprets tags
-        "line": {"color": color, "dash": dash, "width": 2},
-        **options,
-    }
-
-
-def point(x: float, y: float, name: str, number: int) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [x],
-        "y": [y],
-        "name": html.escape(name, quote=False),
-        "marker": {"color": COLORS[number % len(COLORS)], "size": 11, "symbol": "x"},
-    }
-
-
-def plot(
-    traces: Sequence[Trace],
-    title: str,
-    x: str,
-    y: str,
-    *,
-    marks: Iterable[int] = (),
-    height: int = 380,
-    **layout: Any,
-) -> str:
-    """Lines on one pair of axes, with a dashed vertical line at each train length in `marks`."""
-    shapes = [
-        {
-            "type": "line",
-            "x0": mark,
-            "x1": mark,
-            "yref": "paper",
-            "y0": 0,
-            "y1": 1,
-            "line": {"dash": "dash", "width": 1},
-        }
-        for mark in marks
-    ]
-    axes = {
-        "xaxis": {"title": {"text": x}, "tickformat": ",d", **layout.pop("xaxis", {})},
-        "yaxis": {"title": {"text": y}, **layout.pop("yaxis", {})},
-    }
-    return _figure(traces, title, {"shapes": shapes, "height": height, **axes, **layout})
-
-
-def grid(
-    values: Any,
-    x: Sequence[str],
-    y: Sequence[str],
-    title: str,
-    across: str,
-    down: str,
-    **options: Any,
-) -> str:
-    """A heatmap with its values written into the cells."""
-    trace = {
-        "type": "heatmap",
-        "z": values,
-        "x": list(x),
-        "y": list(y),
-        "texttemplate": "%{z:.2~f}",
-        "colorscale": "Viridis",
-        "xgap": 2,
-        "ygap": 2,
-        **options,
-    }
-    axes = {
-        "xaxis": {"title": {"text": across}, "type": "category"},
-        "yaxis": {"title": {"text": down}, "type": "category", "autorange": "reversed"},
-    }
-    return _figure([trace], title, {"height": 140 + 30 * len(y), **axes})
-
-
-def heads_grid(
-    values: Mapping[int, Sequence[float]], title: str, unit: str, middle: float | None = None
-) -> str:
-    """A heatmap of layers and heads; with `middle`, its colors diverge from that value."""
-    rows = [list(row) for row in values.values()]
-    heads = [str(head) for head in range(max(map(len, rows)))]
-    options: dict[str, Any] = {"colorscale": "YlOrRd", "reversescale": True}
-    if middle is not None:
-        options = {"colorscale": "RdBu", "zmid": middle}
-    options["colorbar"] = {"title": {"text": unit}}
-    return grid(rows, heads, [str(layer) for layer in values], title, "head", "layer", **options)
-
-
-def _figure(traces: Sequence[Trace], title: str, layout: dict[str, Any]) -> str:
-    layout = {"title": {"text": html.escape(title, quote=False)}, **layout}
-    data = json.dumps({"data": traces, "layout": layout}, allow_nan=False).replace("<", "\\u003c")
-    return f'<figure><script type="application/json">{data}</script></figure>'
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    lines = (
-        "<tr>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _to_floats(values: Sequence[float | None]) -> np.ndarray:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MOST = 10_000  # of a page; the rest stays in samples/*.jsonl
+PACKED = 1_900_000  # characters of all packed samples: with plotly's script a page is below 4 MB
 LONGEST_TEXT = 240  # characters of an answer, a question and the text around a needle
 COLUMNS = (
     "model",
@@ -31,18 +32,21 @@ Sample = Mapping[str, Any]
 
 def samples_table(runs: Mapping[str, Sequence[Sample]]) -> Iterator[str]:
     """For each run with answers a table that is filled when it is opened."""
-    room = MOST
+    room, characters = MOST, PACKED
     for name, samples in runs.items():
         rows = [row for sample in samples if (row := sample_row(sample)) is not None]
         if not rows:
             continue
-        shown, room = rows[:room], max(0, room - len(rows))
+        shown = rows[:room]
+        while len(packed := pack(shown)) > characters and shown:
+            shown = shown[: int(0.98 * len(shown) * characters / len(packed))]
+        room, characters = room - len(shown), characters - len(packed)
         left_out = len(rows) - len(shown)
         note = f"; {left_out:,} more are in its folder" if left_out else ""
         title = html.escape(f"{name}: {len(shown):,} samples{note}")
         yield (
             f'<details class="samples"><summary>{title}</summary>'
-            f'<script type="application/gzip">{pack(shown)}</script></details>'
+            f'<script type="application/gzip">{packed}</script></details>'
         )
 
 
@@ -86,4 +90,9 @@ def pack(rows: Sequence[Sequence[Any]]) -> str:
     content = json.dumps(columns, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "replace"
     )
+    return compress(content)
+
+
+def compress(content: bytes) -> str:
+    """Text that `unpack` of report.html decompresses."""
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode("ascii")

@@ -252,6 +252,7 @@ class _EvalRun:
                 "require": gates,
                 "device": torch.device(options["device"] or "cpu").type,
                 "begin_of_text": {each.name: each.begin.to_json() for each in measured},
+                "train_length": model.train_length,
                 **model.plan.to_json(),
             }
             _write(result, {each.name: each.samples for each in measured}, settings)

@@ -421,7 +421,7 @@ def _write_results(
     text = "\n\n".join(f"## {title}\n\n{markdown(*table)}" for title, table in tables.items())
     summary = f"{learned[0]} of {learned[1]} models learned their task."
     write_text(out / "tables.md", f"{summary}\n\n{text}\n")
-    style.save(lab_figures.accuracy_by_length(_panels(study, entries)), out / "accuracy")
+    style.save(lab_figures.accuracy_by_length(accuracy_panels(study, entries)), out / "accuracy")
     write_record(
         out / "record.json",
         "lab run",
@@ -455,7 +455,7 @@ def _make_tables(study: LabStudy, entries: Sequence[LabEntry]) -> dict[str, Tabl
     return tables
 
 
-def _panels(study: LabStudy, entries: Sequence[LabEntry]) -> list[lab_figures.Panel]:
+def accuracy_panels(study: LabStudy, entries: Sequence[LabEntry]) -> list[lab_figures.Panel]:
     """One panel for each task, size and scratchpad, with the curves of all encodings."""
     groups: dict[tuple[str, str, str], list[LabEntry]] = {}
     for entry in entries:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.files import read_json, write_text
 from farspan.loading import is_patch
 from farspan.report.page import SECTIONS, Run, page
+from farspan.report.samples import compress
 from farspan.train.loop import METRICS
 from farspan.workflows.diagnose import model_names
 
@@ -42,7 +45,7 @@ def report(
         if run.record["command"] not in SECTIONS:
             say(f"{folder} is a run of {run.record['command']}, which has no figures; listed only")
     # A folder name may not be valid UTF-8.
-    write_text(out, page(runs, script).encode("utf-8", "replace").decode("utf-8"))
+    write_text(out, page(name_by_model(runs), script).encode("utf-8", "replace").decode("utf-8"))
     return out
 
 
@@ -51,6 +54,39 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     return [
         _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
     ]
+
+
+def name_by_model(runs: Sequence[Run]) -> list[Run]:
+    """The same runs, evaluations under the short names of their models.
+
+    A patch that one of the runs made is named as that run.
+    """
+    models = [run.record["model"] for run in runs if _is_named_by_model(run)]
+    bases = [str(run.record["vs"]["model"]) for run in runs if run.record.get("vs")]
+    distinct = list(dict.fromkeys([*models, *bases]))
+    patches = {run.name for run in runs if run.record["command"] == "extend"}
+    short = {
+        model: Path(model).name if Path(model).name in patches else name
+        for model, name in zip(distinct, model_names(distinct), strict=True)
+    }
+    return [_rename(run, short, models) for run in runs]
+
+
+def _is_named_by_model(run: Run) -> bool:
+    return run.record["command"] == "eval" and isinstance(run.record.get("model"), str)
+
+
+def _rename(run: Run, short: Mapping[str, str], models: Sequence[str]) -> Run:
+    """An evaluation under the short name of its model, and of its folder if others have it too."""
+    if not _is_named_by_model(run):
+        return run
+    model = run.record["model"]
+    name = short[model] if models.count(model) == 1 else f"{short[model]} ({run.name})"
+    record = dict(run.record)
+    if baseline := record.get("vs"):
+        record["vs"] = {**baseline, "model": short[str(baseline["model"])]}
+    samples = [{**row, "model": short.get(row["model"], row["model"])} for row in run.samples]
+    return replace(run, name=name, record=record, samples=samples)
 
 
 def _check_record(run: Run, folder: str | Path) -> None:
@@ -95,7 +131,7 @@ def _read_run(folder: Path, name: str) -> Run:
         record = {**record, "method": patch_json.get("method")}
         scales = _scales(folder) if patch_json.get("scales") else {}
     samples = list(read_samples(folder)) if record["command"] == "eval" else []
-    return Run(name, record, scales, _metrics(folder), samples)
+    return Run(name, record, scales, _metrics(folder), samples, name)
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
@@ -128,4 +164,9 @@ def _plotly() -> str:
         raise FarspanError(
             "farspan report needs plotly, which is not installed; run pip install 'farspan[report]'"
         ) from None
-    return str(get_plotlyjs())
+    return _packed(get_plotlyjs)
+
+
+@cache
+def _packed(script: Callable[[], str]) -> str:
+    return compress(script().encode())

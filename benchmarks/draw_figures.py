@@ -1,0 +1,118 @@
+"""Draw the figures of the documentation from the records in docs/records: `make figures`.
+
+A folder in docs/records with the results.json of a study becomes a page of docs/results/runs. This
+needs no GPU and takes seconds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from PIL import Image
+
+from farspan.files import read_json, write_bytes, write_text
+from farspan.lab.ranking import group_entries
+from farspan.lab.study import LabCell
+from farspan.report.figures import best_scales, method_losses
+from farspan.report.hero import loss_and_retrieval
+from farspan.report.lab_figures import accuracy_by_length
+from farspan.report.study_tables import study_report
+from farspan.workflows.lab import accuracy_panels, read_study
+
+DOCS = Path(__file__).parent.parent / "docs"
+CONVERTED = "swan:swan.facts=0.25,swan.rotation=none,swan.global_share=0.125"
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    lines = (DOCS / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def swan_cells() -> dict[str, dict[str, Any]]:
+    """The model as trained, under YaRN, and converted, with one global layer of eight."""
+    cells = {cell["method"]: cell for cell in records("swan-small")}
+    return {method: cells[method] for method in ("none", "yarn", CONVERTED)}
+
+
+def hero(scheme: str) -> Figure:
+    labels = ("as trained", "YaRN", "converted by swan")
+    cells = dict(zip(labels, swan_cells().values(), strict=True))
+    return loss_and_retrieval(cells, "books_val", scheme)
+
+
+def swan_small() -> Figure:
+    cells = [{**cell, "method": method.split(":")[0]} for method, cell in swan_cells().items()]
+    return method_losses(cells)
+
+
+def lab_grid() -> Figure:
+    results = {
+        LabCell(each["task"], each["encoding"], "small", "none", each["lr"], each["seed"]): each
+        for each in records("lab-grid")
+    }
+    return accuracy_by_length(accuracy_panels(read_study("lab-grid", []), group_entries(results)))
+
+
+FIGURES = {
+    "hero-light.svg": partial(hero, "light"),
+    "hero-dark.svg": partial(hero, "dark"),
+    "swan-small.png": swan_small,
+    "lab-grid.png": lab_grid,
+}
+# The curves of these runs were not kept; the command draws the figure when the run is repeated.
+WITHOUT_RECORDS = {
+    "extend-small-loss.png": "farspan reproduce extend-small",
+    "extend-small-scales.png": "farspan reproduce best-scales",
+    "small-loss.png": "python benchmarks/heldout.py",
+    "small-passkey.png": "farspan eval --suite passkey",
+    "small-distance.png": "farspan lab distance",
+    "small-heads.png": "farspan lab distance",
+    "report.png": "python tests/browser.py report.html FOLDER",  # a screenshot
+}
+
+
+def file_of(figure: Figure, extension: str) -> bytes:
+    """One figure as a file; it has the same bytes whenever the same versions draw it."""
+    file = io.BytesIO()
+    if extension == "svg":
+        with mpl.rc_context({"svg.hashsalt": "farspan", "svg.fonttype": "path"}):
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        return file.getvalue()
+    figure.savefig(file, format="png", dpi=150)
+    few_colors = io.BytesIO()  # a third of the size
+    Image.open(file).convert("RGB").quantize(256).save(few_colors, "png", optimize=True)
+    return few_colors.getvalue()
+
+
+def write_run(results: Path, pages: Path) -> Path:
+    """The page of a contributed run: its figures and tables."""
+    name, study = results.parent.name, read_json(results)
+    cells, grids = study["cells"], study["grids"]
+    figures = {"loss": method_losses(cells)} | ({"scales": best_scales(grids)} if grids else {})
+    parts = [f"# {name}"]
+    for kind, figure in figures.items():
+        write_bytes(pages / f"{name}-{kind}.png", file_of(figure, "png"))
+        parts.append(f"![{kind} by position]({name}-{kind}.png)")
+    page = pages / f"{name}.md"
+    write_text(page, "\n\n".join([*parts, study_report(cells, grids)]))
+    return page
+
+
+def main() -> None:
+    for name, make in FIGURES.items():
+        write_bytes(DOCS / "figures" / name, file_of(make(), Path(name).suffix[1:]))
+        print(DOCS / "figures" / name)
+    pages = DOCS / "results" / "runs"
+    for results in sorted((DOCS / "records").glob("*/results.json")):
+        pages.mkdir(exist_ok=True)
+        print(write_run(results, pages))
+
+
+if __name__ == "__main__":
+    main()

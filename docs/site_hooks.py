@@ -1,0 +1,46 @@
+"""What the site adds to the pages: README, CONTRIBUTING and CHANGELOG, which lie above docs/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIES = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+NOTEBOOK = "tutorial.ipynb"
+
+
+def on_files(files, config):
+    from mkdocs.structure.files import File
+
+    for name, source in COPIES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=_inside_docs(text)))
+    return files
+
+
+def _inside_docs(text: str) -> str:
+    """Links of a page above docs/ as those of a page in it."""
+    for name, source in COPIES.items():
+        text = text.replace(f"]({source})", f"]({name})")
+    return re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text)
+
+
+def on_page_markdown(markdown, page, **_):
+    """Links to files that the site does not have become their text."""
+    if page.file.src_uri == "tutorial.md":
+        link = f'<a href="{NOTEBOOK}" download>This page as a notebook</a>'
+        markdown = markdown.replace("\n\n", f"\n\n{link}\n\n", 1)
+    outside = r"(?:(?:\.\./)+(?:src|tests|benchmarks)/[^)]*|CITATION\.cff)"
+    return re.sub(rf"\[([^\]]+)\]\({outside}\)", r"\1", markdown)
+
+
+def on_post_build(config):
+    import jupytext
+
+    notebook = jupytext.read(ROOT / "docs" / "tutorial.md")
+    jupytext.write(notebook, Path(config["site_dir"]) / "tutorial" / NOTEBOOK)

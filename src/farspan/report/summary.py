@@ -1,0 +1,233 @@
+"""The first thing on the page: for each model its claimed and effective length, cost and gates."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from farspan.evals.needle import effective_length
+from farspan.evals.results import stored_scores
+from farspan.record import format_number
+
+RISE = 1.1  # perplexity may rise to this multiple of its value at the train length
+RETRIEVED = 0.85  # share of passkeys from which on a length is effective
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Effective:
+    """The longest measured length up to which a measure holds."""
+
+    measure: str
+    length: int
+    measured: int  # the longest measured length
+
+    def __str__(self) -> str:
+        return f"{'≥ ' * (self.length >= self.measured)}{self.length:,}"
+
+
+@dataclass
+class ModelSummary:
+    """What the runs of a report say about one model."""
+
+    name: str
+    about: str = ""
+    train_length: int | None = None
+    claimed: int | None = None
+    effective: list[Effective] = field(default_factory=list)
+    cost: str = ""
+    gates: list[Record] = field(default_factory=list)
+    knee: str = ""
+
+
+def summaries(runs: Sequence[tuple[str, Record]]) -> list[ModelSummary]:
+    """One summary for each model of named runs; `eval` says more than `extend` and `diagnose`."""
+    models: dict[str, ModelSummary] = {}
+    for command, collect in (
+        ("eval", _collect_eval),
+        ("extend", _collect_extend),
+        ("diagnose", _collect_diagnose),
+    ):
+        for name, record in runs:
+            if record["command"] == command:
+                collect(name, record, models)
+    return list(models.values())
+
+
+def _collect_eval(name: str, record: Record, models: dict[str, ModelSummary]) -> None:
+    scores = stored_scores(record["scores"])
+    settings = record.get("settings") or {}
+    length = settings.get("train_length")
+    summary = models.setdefault(name, ModelSummary(name))
+    summary.train_length = summary.train_length or length
+    summary.claimed = summary.claimed or settings.get("context") or length
+    summary.effective += effective_by_scores(scores, length)
+    summary.gates += record.get("gates") or ()
+    if baseline := record.get("vs"):
+        base_scores = stored_scores(baseline["scores"])
+        summary.cost = summary.cost or _cost(scores, base_scores, length)
+        if baseline["model"] not in models:
+            base = ModelSummary(baseline["model"], "baseline", length, length)
+            base.effective += effective_by_scores(base_scores, length)
+            models[base.name] = base
+
+
+def effective_by_scores(scores: Sequence[Record], train_length: int | None) -> list[Effective]:
+    """By every measure that an evaluation has: RULER or needles, perplexity, passkeys."""
+    effective = [
+        Effective(score["eval"], int(score["value"]), score["length"])
+        for score in scores
+        if score["metric"] == "effective_length" and not score["tags"].get("detail")
+    ]
+    texts = dict.fromkeys(s["tags"]["task"] for s in scores if s["metric"] == "ppl")
+    for text in texts:
+        values = _by_length(scores, "ppl", text)
+        # More context lowers perplexity, so lengths below the train length say nothing.
+        start = max((n for n in values if train_length and n <= train_length), default=min(values))
+        shares = {n: values[start] / value for n, value in values.items() if n >= start}
+        name = "perplexity" if len(texts) == 1 else f"perplexity on {text}"
+        effective.append(Effective(name, effective_length(shares, 1 / RISE), max(values)))
+    if passkeys := _by_length(scores, "passkey"):
+        length = effective_length(passkeys, RETRIEVED)
+        effective.append(Effective("passkeys", length, max(passkeys)))
+    return effective
+
+
+def _by_length(scores: Sequence[Record], metric: str, task: str | None = None) -> dict[int, float]:
+    return {
+        score["length"]: score["value"]
+        for score in scores
+        if score["metric"] == metric and task in (None, score["tags"].get("task"))
+    }
+
+
+def _cost(scores: Sequence[Record], base: Sequence[Record], train_length: int | None) -> str:
+    """The rise of perplexity against the baseline at the longest length within the train length."""
+    after, before = _by_length(scores, "ppl"), _by_length(base, "ppl")
+    inside = [n for n in after if n in before and train_length and n <= train_length]
+    if not inside:
+        return ""
+    length = max(inside)
+    rise = after[length] / before[length] - 1
+    values = f"{format_number(before[length])} → {format_number(after[length])}"
+    return f"{_signed_percent(rise)} perplexity at {length:,} ({values})"
+
+
+def _signed_percent(share: float) -> str:
+    text = f"{abs(share):.1%}"
+    return text if text == "0.0%" else f"{'−' if share < 0 else '+'}{text}"
+
+
+def _collect_extend(name: str, record: Record, models: dict[str, ModelSummary]) -> None:
+    settings, before, after = record["settings"], record["before"], record["after"]
+    summary = models.setdefault(name, ModelSummary(name))
+    length = settings["train_length"]
+    method = record.get("method") or settings["method"]
+    summary.about = f"{settings.get('model') or 'a model'} with {method}"
+    summary.train_length, summary.claimed = length, settings.get("to")
+    at_train_length = f"loss@{length}"
+    if not summary.cost and at_train_length in after:
+        change = after[at_train_length] - before[at_train_length]
+        summary.cost = f"{change:+.3f} nats at {length:,}".replace("-", "−")
+    if not summary.effective:
+        summary.effective += _effective_by_extend(before, after, length)
+
+
+def _effective_by_extend(before: Record, after: Record, train_length: int) -> Iterator[Effective]:
+    losses, passkeys = (_values(after, measure) for measure in ("loss", "passkey"))
+    base = before.get(f"loss@{train_length}")
+    if base is not None:
+        beyond = {n: math.exp(base - loss) for n, loss in losses.items() if n >= train_length}
+        yield Effective("loss", effective_length(beyond, 1 / RISE), max(beyond))
+    if passkeys:
+        yield Effective("passkeys", effective_length(passkeys, RETRIEVED), max(passkeys))
+
+
+def _values(measured: Record, measure: str) -> dict[int, float]:
+    """`{"loss@512": 3.0}` -> `{512: 3.0}`"""
+    pairs = (key.split("@") for key in measured if key.startswith(f"{measure}@"))
+    return {int(length): measured[f"{name}@{length}"] for name, length in pairs}
+
+
+def _collect_diagnose(name: str, record: Record, models: dict[str, ModelSummary]) -> None:
+    for model in record["models"]:
+        summary = models.setdefault(model["model"], ModelSummary(model["model"]))
+        summary.train_length = summary.train_length or model["train_length"]
+        summary.claimed = summary.claimed or model["train_length"]
+        if model["loss_knee"]:
+            summary.knee = f"loss leaves its trend at {round(model['loss_knee']):,} tokens"
+
+
+def summary_cards(runs: Sequence[tuple[str, Record]]) -> str:
+    cards = [_card(summary) for summary in summaries(runs)]
+    if not cards:
+        return ""
+    rule = (
+        "Effective: the longest measured length up to which perplexity stays within "
+        f"{RISE - 1:.0%} of its value at the train length and {RETRIEVED:.0%} of passkeys are "
+        "retrieved, or that an evaluation reports as effective_length."
+    )
+    return f'<div class="cards">{"".join(cards)}</div><p class="rule">{rule}</p>'
+
+
+def _card(summary: ModelSummary) -> str:
+    trained = f"trained on {summary.train_length:,} tokens" if summary.train_length else ""
+    about = ", ".join(filter(None, (summary.about, trained)))
+    shortest = min(summary.effective, key=lambda effective: effective.length, default=None)
+    facts = [("claimed length", f"{summary.claimed:,}" if summary.claimed else "unknown", "")]
+    if shortest is not None:
+        by = " · ".join(f"{each.measure} {each}" for each in summary.effective)
+        facts.append(("effective length", str(shortest), by))
+    else:
+        facts.append(("effective length", "–", "not measured; farspan eval measures it"))
+    lines = [("short-range cost", summary.cost), ("diagnosis", summary.knee)]
+    escape = html.escape
+    return (
+        f'<article class="card"><h3>{escape(summary.name)}</h3><p>{escape(about)}</p>'
+        f'{_bar(summary, shortest)}<dl class="facts">'
+        + "".join(
+            f"<div><dt>{label}</dt><dd>{escape(value)}<small>{escape(by)}</small></dd></div>"
+            for label, value, by in facts
+        )
+        + '</dl><dl class="lines">'
+        + "".join(
+            f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in lines if text
+        )
+        + _gates(summary.gates)
+        + "</dl></article>"
+    )
+
+
+def _bar(summary: ModelSummary, shortest: Effective | None) -> str:
+    """The effective length as a part of the claimed one."""
+    if shortest is None or not summary.claimed:
+        return ""
+    share = min(1.0, shortest.length / summary.claimed)
+    kind = "right" if share == 1 else "wrong"
+    return f'<div class="bar {kind}" aria-hidden="true"><i style="width: {share:.1%}"></i></div>'
+
+
+def _gates(gates: Sequence[Record]) -> str:
+    if not gates:
+        return ""
+    count = sum(bool(gate["holds"]) for gate in gates)
+    kind = "right" if count == len(gates) else "wrong"
+    return f'<div><dt>gates</dt><dd class="{kind}">{count} of {len(gates)} hold</dd></div>'
+
+
+def gate_list(gates: Sequence[tuple[str, Record]]) -> str:
+    """Every gate with its outcome, under the name of its run."""
+    lines = "".join(
+        f'<li class="{"right" if gate["holds"] else "wrong"}"><b>{_outcome(gate)}</b> '
+        f"{html.escape(name)}: {html.escape(str(gate['told']))}</li>"
+        for name, gate in gates
+    )
+    return f'<ul class="gates">{lines}</ul>' if lines else ""
+
+
+def _outcome(gate: Record) -> str:
+    return "holds" if gate["holds"] else "fails"

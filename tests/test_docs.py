@@ -1,0 +1,77 @@
+"""The documentation: links and navigation hold, and its Python blocks run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from farspan.data.documents import read_documents
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md"))]
+COPIES = {"index.md", "contributing.md", "changelog.md"}  # made by docs/site_hooks.py
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text()))
+    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path):
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_the_navigation_has_every_page_once():
+    text = (ROOT / "mkdocs.yml").read_text()
+    entries = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text, re.MULTILINE)
+    assert sorted(entries) == sorted(
+        {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | COPIES
+    )
+    top = re.findall(r"^  - (\w+):", text[text.index("\nnav:") :], re.MULTILINE)
+    assert len(top) <= 6
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_the_file_layout_of_the_studies_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("corpora.md")
+    names: dict = {}
+    exec(block, names)
+    texts = [document.text for document in read_documents("books_val.jsonl.xz")]
+    assert texts == [document["text"] for document in names["documents"]]
+
+
+@pytest.mark.long
+def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks("tutorial.md"):
+        exec(block, names)
+    assert names["result"].after["loss@1024"] < names["result"].before["loss@1024"]
+    assert "nope-1k" in (tmp_path / "report.html").read_text()
+    assert "none" in capsys.readouterr().out

@@ -1,0 +1,72 @@
+"""The report in Chromium: charts are drawn on any screen, without an error or a request."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from browser import SCHEMES, WIDTHS, Browser, chromium
+from farspan.workflows.report import report
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no chromium on this machine")
+
+# Of every chart, whether it has lines or cells; the widest element; what colors the page has.
+FACTS = """({
+  drawn: [...document.querySelectorAll(".chart")].map(
+    chart => chart.querySelectorAll(".scatterlayer .js-line, .heatmaplayer image").length),
+  width: document.documentElement.scrollWidth,
+  cards: [...document.querySelectorAll(".card h3")].map(heading => heading.textContent),
+  marks: [...document.querySelectorAll(".annotation-text")].map(label => label.textContent),
+  colors: [getComputedStyle(document.body).backgroundColor,
+           document.querySelector(".js-line").style.stroke]
+})"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    """A diagnosis with curves and heads, and an evaluation with samples."""
+    folder = tmp_path_factory.mktemp("runs")
+    positions = list(range(1, 257))
+    curve = [2 + position / 100 for position in positions]
+    model = {"model": "a model with a very long name that has no space" * 2, "train_length": 128}
+    model |= {"positions": positions, "loss": curve, "entropy": curve, "verdict": "It fails."}
+    model |= {"loss_knee": 200, "entropy_knee": None, "entropy_by_head": {"0": [curve] * 40}}
+    score = {"eval": "perplexity", "metric": "ppl", "low": 9.0, "high": 2e3, "n": 8}
+    score["tags"] = {"task": "text"}
+    scores = [{**score, "length": length, "value": float(length)} for length in (128, 256)]
+    sample = {"model": "m", "eval": "ruler", "task": "niah", "length": 256, "score": 1.0}
+    sample |= {"prediction": "7", "answers": ["7"]}
+    records = {
+        "diagnosis": {"command": "diagnose", "models": [model]},
+        "scores": {"command": "eval", "model": "m", "scores": scores},
+    }
+    for name, record in records.items():
+        (folder / name / "samples").mkdir(parents=True)
+        (folder / name / "record.json").write_text(json.dumps(record))
+    (folder / "scores" / "samples" / "niah.jsonl").write_text(json.dumps(sample) + "\n")
+    return report([folder / name for name in records], folder / "report.html")
+
+
+def test_charts_are_drawn_at_every_width_and_color_scheme(page):
+    colors = {}
+    with Browser(chromium()) as browser:
+        browser.open(page)
+        for width, scheme in itertools.product(WIDTHS, SCHEMES):
+            browser.show(width, scheme)
+            facts = browser.evaluate(FACTS)
+            assert facts["drawn"] == [1, 1, 1, 1]
+            assert facts["width"] == width, "only tables scroll sideways"
+            assert facts["marks"] == ["trained on 128"] * 2
+            assert len(facts["cards"]) == 2
+            colors.setdefault(scheme, set()).add(tuple(facts["colors"]))
+        browser.evaluate("document.querySelector('details').open = true")
+        samples = "document.querySelectorAll('.sample').length"
+        browser.evaluate(f"new Promise(done => setInterval(() => {samples} && done(), 20))")
+        assert browser.errors == []
+        assert browser.requests == [page.as_uri()]
+    (light,), (dark,) = colors["light"], colors["dark"]
+    assert light[0] != dark[0], "the page"
+    assert light[1] != dark[1], "the lines of charts"

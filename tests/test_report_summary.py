@@ -1,0 +1,91 @@
+"""The summary of a report: claimed and effective length, cost and gates of each model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from farspan.report.summary import Effective, effective_by_scores, summaries, summary_cards
+
+
+def score(metric: str, length: int, value: float, task: str = "text") -> dict:
+    return {"eval": "any", "metric": metric, "length": length, "value": value} | {
+        "tags": {"task": task}
+    }
+
+
+def perplexities(*values: float) -> list[dict]:
+    """At 256, 512, 1024, …"""
+    return [score("ppl", 256 << number, value) for number, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "length", "text"),
+    [
+        ((12.0, 10.0, 10.9, 11.2), 1024, "1,024"),
+        ((12.0, 10.0, 11.2, 9.0), 512, "512"),  # a later recovery does not count
+        ((12.0, 10.0, 9.0, 9.5), 2048, "≥ 2,048"),
+        ((14.0, 10.0, 99.0, 10.0), 512, "512"),
+    ],
+)
+def test_perplexity_may_rise_by_a_tenth_above_that_at_the_train_length(values, length, text):
+    (effective,) = effective_by_scores(perplexities(*values), train_length=512)
+    assert (effective.length, str(effective)) == (length, text)
+
+
+def test_every_measure_has_its_own_effective_length():
+    scores = [
+        *perplexities(10.0, 10.0),
+        score("ppl", 256, 5.0, "code"),
+        score("ppl", 512, 9.0, "code"),
+        score("passkey", 256, 0.9),
+        score("passkey", 512, 0.8),
+        score("effective_length", 1024, 512.0),
+    ]
+    assert effective_by_scores(scores, train_length=None) == [
+        Effective("any", 512, 1024),
+        Effective("perplexity on text", 512, 512),
+        Effective("perplexity on code", 256, 512),
+        Effective("passkeys", 256, 512),
+    ]
+
+
+def test_runs_of_one_model_are_one_summary():
+    base = {"model": "base", "scores": perplexities(10.0, 10.0, 99.0)}
+    gates = [{"gate": "a", "holds": True, "told": ""}, {"gate": "b", "holds": False, "told": ""}]
+    evaluation = {
+        "command": "eval",
+        "settings": {"train_length": 512, "context": 1024},
+        "scores": perplexities(10.0, 10.5, 10.6),
+        "vs": base,
+        "gates": gates,
+    }
+    settings = {"model": "base", "method": "yarn", "train_length": 512, "to": 1024}
+    values = {"loss@512": 3.0, "loss@1024": 3.2, "passkey@512": 1.0, "passkey@1024": 0.5}
+    extension = {"command": "extend", "settings": settings, "before": values, "after": values}
+    model = {"model": "base", "train_length": 512, "loss_knee": 700.2}
+    diagnosis = {"command": "diagnose", "models": [model]}
+    runs = [("diagnosis", diagnosis), ("patch", extension), ("patch", evaluation)]
+    patch, trained = summaries(runs)
+    assert (patch.name, patch.about, patch.claimed) == ("patch", "base with yarn", 1024)
+    assert patch.effective == [Effective("perplexity", 1024, 1024)], "an evaluation comes first"
+    assert patch.cost == "+5.0% perplexity at 512 (10.00 → 10.50)"
+    assert patch.gates == gates
+    assert (trained.name, trained.claimed) == ("base", 512)
+    assert trained.effective == [Effective("perplexity", 512, 1024)]
+    assert trained.knee == "loss leaves its trend at 700 tokens"
+    assert '<dd class="wrong">1 of 2 hold</dd>' in summary_cards(runs)
+    (without,) = summaries([("patch", extension)])
+    assert without.effective == [Effective("loss", 512, 1024), Effective("passkeys", 512, 1024)]
+    assert math.exp(3.2 - 3.0) > 1.1
+    assert without.cost == "+0.000 nats at 512"
+
+
+def test_a_card_escapes_names_and_says_what_was_not_measured():
+    model = {"model": "<b>", "train_length": None, "loss_knee": None}
+    text = summary_cards([("run", {"command": "diagnose", "models": [model]})])
+    assert "<h3>&lt;b&gt;</h3>" in text
+    assert "unknown" in text
+    assert "not measured; farspan eval measures it" in text
+    assert summary_cards([("run", {"command": "pretrain"})]) == ""
