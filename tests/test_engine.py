@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import socket
 import sys
 import time
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -298,6 +300,25 @@ def test_a_status_is_taken_refused_or_asked_for_again(status):
             CLIENT._reply(response, None)
     else:
         assert CLIENT._reply(response, None) == {"object": "list"}
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "expected"), [("", [0.01, 0.02, 0.04]), ("7", [7] * 3), ("99", [30] * 3)]
+)
+def test_waits_double_unless_the_server_asks_for_others(retry_after, expected, monkeypatch):
+    waits: list[float] = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    async def fail(*_, **__):
+        return httpx2.Response(503, headers={"retry-after": retry_after}, text="loading")
+
+    monkeypatch.setattr(engine_http.asyncio, "sleep", sleep)
+    client = replace(CLIENT, max_retries=3)
+    with pytest.raises(engine_http.FailingError, match="status 503: 'loading'; 4 attempts"):
+        asyncio.run(client._request(SimpleNamespace(request=fail), "GET", "/models", None))
+    assert waits == pytest.approx(expected, rel=0 if retry_after else 0.25)
 
 
 @pytest.mark.parametrize(

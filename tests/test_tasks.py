@@ -297,6 +297,18 @@ def test_counts_follow_from_the_alphabets(name):
     assert TASKS[name].count(2) == COUNTS[name]
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_lengths_and_their_frequencies_are_those_of_kazemnejad_2023(name):
+    """Tests are up to twice as long as examples to train on; SCAN and PCFG have released splits."""
+    task = TASKS[name]
+    usual = ((1, 8), (9, 16)) if task.group == "reasoning" else ((2, 20), (21, 40))
+    released = {"scan": ((1, 25), (26, 48)), "pcfg": ((1, 8), (9, 35))}
+    assert (task.train, task.test) == released.get(name, usual)
+    assert task.count(task.train[1]) > 0
+    frequencies = {"addition": 2 * 2 - 1, "scan": COUNTS["scan"], "pcfg": pcfg.RELEASED[2]}
+    assert task.frequency(2) == frequencies.get(name, 1)
+
+
 def test_a_first_digit_of_0_becomes_any_other():
     """Then all numbers of a size are equally likely: each first digit has 1/10 + 1/10 · 1/9."""
     again = Counter(
