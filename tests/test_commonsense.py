@@ -416,8 +416,8 @@ def test_two_tasks_have_an_average_and_one_has_none():
         ("winogrande", 0),
         ("average", 0.5),
     ]
-    (alone,) = Commonsense("", 512).score(items[:1])
-    assert alone.tags["task"] == "boolq"
+    (single,) = Commonsense("", 512).score(items[:1])
+    assert single.tags["task"] == "boolq"
     for tasks in (("boolq", "winogrande"), ("boolq",)):
         keys = Commonsense("", 512, tasks=tasks).score_keys()
         assert len(keys) == (3 if len(tasks) == 2 else 1)
