@@ -5,10 +5,13 @@ BIN    := $(VENV)/bin
 # One single-threaded worker for each core: on small models that beats one worker with many threads.
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)))')
 CONSTRAINTS ?= constraints.txt
-PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
+PIP    := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long mutants families oldest check lint types dev figures docs wheel clean
+.PHONY: demo test long mutants families torture torture-full oldest check lint types dev figures \
+	docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -16,9 +19,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# The tests that take minutes.
+# The tests that take minutes. Files without one are not imported.
 long: $(VENV)/.installed
-	$(PYTEST) -m "long and not manual"
+	$(PYTEST) -m "long and not manual" $$(grep -l mark.long tests/test_*.py)
 
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev
@@ -28,6 +31,17 @@ mutants: $(VENV)/.installed-dev
 # resume.
 families: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
+
+# Kills, I/O faults, corrupt and hostile files, fuzzing, many processes: a sample that is sized for
+# ten minutes on two cores.
+# Rerun to resume.
+TORTURE := OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m torture
+torture: $(VENV)/.installed
+	$(TORTURE)
+
+# The same with the counts of docs/security.md.
+torture-full: $(VENV)/.installed
+	$(TORTURE) --full
 
 # The same tests on the oldest transformers that farspan supports.
 oldest:

@@ -1,14 +1,32 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
-import torch
-import transformers
+
+
+def pytest_collection_finish():
+    """Modules and collected tests live as long as the process: no later collection visits them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _quiet_and_seeded():
     """Each test starts from the same random state, and transformers keeps its advice to itself."""
-    transformers.logging.set_verbosity_error()
+    import torch  # here, for the process that only starts the workers of a run needs neither
+    import transformers
+
+    if transformers.logging.get_verbosity() != transformers.logging.ERROR:
+        transformers.logging.set_verbosity_error()  # clears the caches of all loggers
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_figures(monkeypatch):
+    """Drawing takes longest in the small runs of tests that look at no figure."""
+    from farspan.report import style
+
+    monkeypatch.setattr(style, "save", lambda figure, stem: None)

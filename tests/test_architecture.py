@@ -178,6 +178,8 @@ def test_public_functions_stay_callable_after_every_submodule_was_imported(tmp_p
         assert farspan.inspect(tmp_path).family == "farspan"
         assert farspan.load(tmp_path).model.config.model_type == "farspan"
     functions = {"check", "diagnose", "evaluate", "export", "extend", "generate", "inspect", "load"}
+    functions |= {"compare", "lab", "pretrain", "report", "reproduce"}
+    assert all(callable(getattr(farspan, name)) for name in functions)
     assert set(farspan.__all__) == {"FarspanError", "Patch", *functions} <= set(dir(farspan))
     assert issubclass(farspan.FarspanError, Exception)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -23,6 +23,8 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.files import write_manifest
 from farspan.loading import load_config
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
@@ -266,6 +268,22 @@ def device_as_config(folder: Path) -> Path:
     return folder / "whole"
 
 
+def template_outside_the_folder(folder: Path) -> Path:
+    (folder / "secret").write_text("a file of the user's own")
+    (folder / "whole" / "chat_template.jinja").symlink_to("../secret")
+    return folder / "whole"
+
+
+def endless_layers(folder: Path) -> Path:
+    edit(folder / "whole" / "config.json", num_hidden_layers=10**9)
+    return folder / "whole"
+
+
+def pipe_as_tokenizer(folder: Path) -> Path:
+    os.mkfifo(folder / "whole" / "tokenizer.json")
+    return folder / "whole"
+
+
 def index_of_a_pickle(folder: Path) -> Path:
     index = folder / "shards" / "model.safetensors.index.json"
     (folder / "shards" / "model.bin").write_bytes(pickle.dumps({"w": 1}))
@@ -374,6 +392,20 @@ def scales_of_integers(folder: Path) -> Path:
     return _patch_with_scales(folder, torch.ones(4, 4, dtype=torch.int64))
 
 
+def test_a_model_of_links_into_the_cache_of_the_hub_is_loaded(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    build_family("llama").save_pretrained(blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert farspan.load(snapshot).model.config.model_type == "llama"
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    shutil.copy(blobs / "config.json", weights)
+    (weights / "model.safetensors").symlink_to(blobs / "model.safetensors")
+    assert farspan.load(weights).model.config.model_type == "llama"
+
+
 CASES = [
     (no_config, 2, "has no config.json"),
     (pickle_only, 2, "pickle.*convert it to safetensors"),
@@ -428,6 +460,9 @@ CASES = [
     (endless_integer, 4, "cannot be read .*4300 digits"),
     (pipe_as_config, 4, "cannot be read .*no regular file"),
     (device_as_config, 4, "cannot be read .*no regular file"),
+    (template_outside_the_folder, 4, "is a link that leads out of its folder"),
+    (endless_layers, 4, "claims 1000000000 layers"),
+    (pipe_as_tokenizer, 4, "cannot be read .*no regular file"),
     (index_of_a_pickle, 4, "names 'model.bin', which is no safetensors file and is not opened"),
     (deep_header, 4, "its header cannot be read"),
     (header_of_wrong_types, 4, "its header cannot be read"),

@@ -32,6 +32,8 @@ from farspan.workflows import reproduce
 from farspan.workflows.attention_analysis import compare_attention
 from farspan.workflows.eval_models import model_identity
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -111,6 +108,25 @@ def test_corrupt_file_is_set_aside_reported_and_recomputed(tmp_path, damage):
     assert quarantined.read_bytes() == broken.encode("latin-1")
 
 
+def test_swapped_files_are_set_aside(tmp_path):
+    cells, files = Cells(tmp_path), [tmp_path / "cells" / f"{key}.json" for key in "ab"]
+    for key, file in zip("ab", files, strict=True):
+        cells.put(key, {}, {"key": key})
+        file.rename(file.with_suffix(f".{key}"))
+    files[0].with_suffix(".a").rename(files[1])
+    files[1].with_suffix(".b").rename(files[0])
+    assert [cells.get(key) for key in "ab"] == [None, None]
+    assert len(list((tmp_path / "cells").glob("*.broken"))) == 2
+
+
+def test_a_cell_of_an_earlier_release_does_not_name_its_key(tmp_path):
+    result = {"x": 1}
+    content = {"description": {}, "sha256": cell_key(result), "result": result}
+    cells = Cells(tmp_path)
+    (tmp_path / "cells" / "key.json").write_text(json.dumps(content))
+    assert cells.get("key") == result
+
+
 def test_claim_is_exclusive_and_ends_with_its_block(tmp_path):
     first, second = Cells(tmp_path), Cells(tmp_path)
     second.put("done", {}, {"x": 0})
@@ -207,61 +223,6 @@ def test_refuses_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FarspanError, match="cannot be created .*; choose a writable results"):
         Cells(tmp_path / "file" / "results")
-
-
-NUMBERS = 500
-
-
-def _race(folder: Path, log: Path, seed: int) -> None:
-    """Compute all missing cells, and append each to a log that survives a kill."""
-    order = list(range(NUMBERS))
-    random.Random(seed).shuffle(order)
-
-    def work(number: int) -> dict:
-        with log.open("a") as file:
-            file.write(f"{number}\n")
-        time.sleep(random.Random(number).random() / 500)
-        return {"square": number * number}
-
-    finish(
-        Cells(folder), {cell_key({"number": number}): number for number in order}, work, wait=0.01
-    )
-
-
-def test_four_processes_killed_at_random_compute_each_cell_once(tmp_path):
-    """No cell is lost; only the cell of a killed process is computed again."""
-    fork = multiprocessing.get_context("fork")
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    rng, kills, started = random.Random(0), 0, 0
-    running: list = []
-    finished = 0
-    while finished < 4:
-        while len(running) < 4 - finished:
-            started += 1
-            process = fork.Process(
-                target=_race, args=(tmp_path / "results", logs / f"{started}.log", started)
-            )
-            process.start()
-            running.append(process)
-        time.sleep(0.05)
-        if kills < 12 and rng.random() < 0.5:
-            victim = rng.choice(running)
-            if victim.is_alive():
-                os.kill(victim.pid, signal.SIGKILL)
-                kills += 1
-        for process in [process for process in running if not process.is_alive()]:
-            process.join()  # a zombie still has its process id
-            running.remove(process)
-            finished += process.exitcode == 0
-    assert kills >= 4
-    cells = Cells(tmp_path / "results")
-    results = [cells.get(cell_key({"number": number})) for number in range(NUMBERS)]
-    assert results == [{"square": number * number} for number in range(NUMBERS)]
-    assert len(list((tmp_path / "results" / "cells").glob("*.json"))) == NUMBERS
-    times = Counter(int(line) for log in logs.iterdir() for line in log.read_text().split())
-    assert set(times) == set(range(NUMBERS))
-    assert sum(times.values()) - NUMBERS <= kills, "a cell was computed twice without a kill"
 
 
 @pytest.mark.parametrize(

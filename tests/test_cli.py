@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from typer.testing import CliRunner
 from farspan import cli
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
+from farspan.bundled import BUNDLED_MODELS
+from farspan.cli import choices
 from farspan.cli.console import console, format_file_size
 from farspan.cli.diagnose import show_diagnoses
 from farspan.cli.eval import show_evaluation
@@ -33,10 +36,12 @@ from farspan.errors import FarspanError
 from farspan.evals.engine import EngineOptions
 from farspan.evals.perplexity import METRICS, MODES
 from farspan.evals.scores import Score
+from farspan.evals.suites import PRESETS as EVAL_PRESETS
 from farspan.evals.suites import SUITES, EvalConfig
 from farspan.formats.registry import FORMATS
 from farspan.lab.distance import MINIMA, Distance
 from farspan.lab.tasks import TASKS
+from farspan.methods.presets import PRESETS as EXTEND_PRESETS
 from farspan.methods.registry import METHODS
 from farspan.progress import bars
 from farspan.workflows.evaluate import EvalResult
@@ -203,6 +208,37 @@ def test_values_and_positional_arguments_are_not_renamed(monkeypatch, capsys):
 def test_help_lists_every_choice(command, choices):
     words = set(re.findall(r"[\w-]+", help_text(command)))
     assert set(choices) <= words
+
+
+def test_completion_knows_every_name():
+    assert set(choices.METHODS) == {*METHODS, "auto"}
+    assert set(choices.PRESETS) == set(EXTEND_PRESETS) == set(EVAL_PRESETS)
+    assert set(choices.SUITES) == set(SUITES)
+    assert set(choices.FORMATS) == set(FORMATS)
+    assert set(choices.DTYPES) == set(DTYPES)
+    assert set(choices.BUNDLED) == {path.name for path in BUNDLED_MODELS.iterdir()}
+
+
+def test_completion_completes_names_and_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nope-1k").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert choices.complete_model("no") == ["nope-twin", "nope-1k"]
+    assert choices.complete_model(f"{tmp_path}/nope") == [f"{tmp_path}/nope-1k"]
+    assert choices.complete_method("yarn+heads") == ["yarn+headscale"]
+    assert choices.complete(choices.SUITES)("pa") == ["paper", "passkey"]
+
+
+def test_the_help_of_every_command_has_examples_that_parse():
+    by_name = dict(commands())
+    assert set(choices.EXAMPLES) == {name for name in by_name if not name.startswith("lab")}
+    for name, examples in choices.EXAMPLES.items():
+        text = help_text(name)
+        for example in examples:
+            assert example in text
+            program, command, *arguments = shlex.split(example)
+            assert (program, command) == ("farspan", name)
+            by_name[name].make_context(name, arguments)
 
 
 def test_help_imports_nothing_heavy():

@@ -25,6 +25,8 @@ from farspan.evals import commonsense
 from farspan.evals.commonsense import TASKS, Commonsense, official_rows
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 BENCH = (
     Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
     / "bench.tar.xz"
@@ -334,7 +336,7 @@ def test_missing_harness_raises_an_error_with_install_instructions(monkeypatch, 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(
         FarspanError,
-        match=r"needs lm-evaluation-harness; install it with pip install 'farspan\[harness\]'",
+        match=r"needs lm-evaluation-harness, .*; run pip install '.\[harness\]' in the clone",
     ):
         Commonsense(data, 128).cells()
 

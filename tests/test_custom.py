@@ -72,7 +72,7 @@ FUNCTION = """
 [custom_tasks.mine]
 file = "mine.py:make"
 train_lengths = "4:8"
-test_lengths = "9:12"
+test_lengths = "11:12"
 words = ["How", "many"]
 """
 LINES = """

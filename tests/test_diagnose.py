@@ -804,6 +804,7 @@ def test_mpt_beyond_its_length_gives_what_a_longer_config_gives(own_attention, t
     assert hf.AutoConfig.from_pretrained(tmp_path).max_seq_len == 64
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("name", OWN_ATTENTION)
 def test_perplexity_and_passkeys_beyond_the_train_length(own_attention, tmp_path, name):
     """As for any model: from the train length on, and passkeys to twice of it or longer."""

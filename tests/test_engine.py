@@ -35,6 +35,8 @@ from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey
 from farspan.workflows import evaluate as evaluate_workflow
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 KEY = "sk-a-key-that-nobody-may-read"
 TWIN = str(BUNDLED_MODELS / "nope-twin")
 

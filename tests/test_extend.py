@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -348,12 +349,11 @@ def test_a_search_cools_down_and_ends_when_the_choose_split_gains_nothing(
 
 
 def test_a_search_that_gains_to_the_end_takes_the_most_steps(applied_updates, monkeypatch):
-    monkeypatch.setattr(headscale_module, "MAX_STEPS", 12)
     losses = iter([3.0, 2.0])
     monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))
     model = BY_NAME["farspan-none"].build()
     job = job_for(model)
-    headscale(model, job, PLATEAU)
+    headscale(model, job, replace(PLATEAU, max_steps=12))
     assert len(applied_updates) == 12
     assert applied_updates[-1]["lr"] == pytest.approx(0.2 * (0.1 + 0.9 / 11)), "it cools down too"
     assert details_of(job)["end"].startswith("after 12 steps, the limit")
@@ -1196,12 +1196,48 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
     work = tmp_path / ".b.search"
     assert removed[0].parent == work
     assert list(work.glob("*/checkpoints/step-*")), "the kill left checkpoints"
+    shutil.copytree(work, tmp_path / "copy")
+    with pytest.raises(FarspanError, match="already exists"):
+        extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options)
+    assert not work.exists(), "the command again removes what belongs to nobody"
+    (tmp_path / "copy").rename(work)
     shutil.rmtree(tmp_path / "b")
     result = extend(
         tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", **options
     )
     assert torch.equal(result.patch.scales.base, expected.patch.scales.base)
     assert not work.exists()
+
+
+def test_a_search_that_cannot_be_removed_does_not_spoil_the_patch(tiny, tmp_path, monkeypatch):
+    remove = extend_workflow._remove_search
+
+    def fail_at_the_end(folder):
+        if (tmp_path / "b").exists():
+            raise OSError(5, "Input/output error")
+        remove(folder)
+
+    monkeypatch.setattr(extend_workflow, "_remove_search", fail_at_the_end)
+    recipe = replace(FEW, search=QUICK)
+    extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=recipe)
+    assert (tmp_path / "b" / "patch.json").exists()
+
+
+def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp_path, monkeypatch):
+    """Another process wrote it and gave its lock back."""
+    prepare = extend_workflow._prepare
+
+    def prepare_late(*arguments):
+        prepared = prepare(*arguments)
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "patch.json").touch()
+        return prepared
+
+    monkeypatch.setattr(extend_workflow, "_prepare", prepare_late)
+    monkeypatch.setattr(extend_workflow, "_fit", lambda *arguments: pytest.fail("it searches"))
+    with pytest.raises(FarspanError, match="already exists"):
+        extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=FEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
@@ -1502,20 +1538,14 @@ def test_default_recipe_is_the_default_config():
         read_extend_config(None, ["tune=much"])
 
 
-def test_the_benchmark_compares_whole_searches(tiny, tmp_path):
+def test_the_benchmark_compares_whole_searches(tiny, tmp_path, monkeypatch, capsys):
     """On a CPU: the counts of both searches, and ratios that follow from them."""
     script = Path(__file__).parent.parent / "benchmarks" / "search.py"
     options = ["--to", "128", "--data", str(tiny / "text.txt"), "--steps", "12"]
-    process = subprocess.run(
-        [
-            *(sys.executable, str(script), "--model", str(tiny / "none"), *options),
-            *("--small", "--length", "64", "--rounds", "1", "--json", str(tmp_path / "out.json")),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
+    options += ["--small", "--length", "64", "--rounds", "1", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", [str(script), "--model", str(tiny / "none"), *options])
+    monkeypatch.syspath_prepend(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
     results = json.loads((tmp_path / "out.json").read_text())
     reference, default = results["searches"].values()
     assert (reference["steps"], reference["gradients"]) == (12, 12 * 8)
@@ -1524,7 +1554,7 @@ def test_the_benchmark_compares_whole_searches(tiny, tmp_path):
     assert results["ratio"] == default["seconds"] / reference["seconds"]
     assert results["difference"] == pytest.approx(default["loss"] - reference["loss"])
     assert results["within"] == (results["difference"] <= 0.005)
-    assert f"in {results['ratio']:.2f} of its time" in process.stdout
+    assert f"in {results['ratio']:.2f} of its time" in capsys.readouterr().out
 
 
 def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):

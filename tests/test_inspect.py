@@ -235,8 +235,35 @@ def test_the_command_prints_tables(tmp_path):
         result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
-    for text in ("0–2", "rope", "none", "into q_proj", "64 tokens"):
+    for text in ("0–2", "rope", "none", "into q_proj", "64 tokens", "rope, window 8", "at 128K"):
         assert text in captured.get()
+    assert f"farspan extend {tmp_path} --to 128 --method headlog" in captured.get()
+
+
+def test_the_cache_is_counted_by_type_of_layer():
+    inspection = inspect_family("farspan-swan")
+    layer = inspection.layers[0]
+    size = 2 * layer.kv_heads * layer.head_dim * 4  # bytes of a token in float32
+    assert inspection.dtype == "float32"
+    cache = {report.layer_type: report for report in inspection.cache}
+    assert cache.keys() == {"rope, window 8", "none"}
+    windowed, full = cache["rope, window 8"], cache["none"]
+    assert (windowed.layers, windowed.per_token) == (3, 3 * size)
+    assert windowed.at == {32_768: 3 * 8 * size, 131_072: 3 * 8 * size}
+    assert full.at == {32_768: 32_768 * size, 131_072: 131_072 * size}
+
+
+def test_rope_scaling_and_the_next_commands_follow_the_config(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    hf.LlamaConfig(**SHAPE, rope_theta=5e5, rope_scaling=scaling).save_pretrained(tmp_path)
+    inspection = farspan.inspect(tmp_path)
+    assert inspection.rope == "llama3, factor 8, from 16 tokens, base 500,000"
+    first, second = inspection.next_commands
+    assert first == f"farspan diagnose {tmp_path}"
+    assert second == f"farspan extend {tmp_path} --to 128 --method ntk"
+    assert inspect_family("smollm3").next_commands[1].endswith("--method yarn+headscale")
+    assert inspect_family("farspan-none").rope is None
 
 
 def test_untrained_rows_of_a_position_table_are_reported(tmp_path):

@@ -23,6 +23,8 @@ from farspan.evals.nonliteral import (
     first_name,
 )
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 TWIN = BUNDLED_MODELS / "nope-twin"
 
 

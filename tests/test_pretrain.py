@@ -417,7 +417,7 @@ def test_tensorboard_needs_its_package(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
         FarspanError,
-        match=r"needs tensorboard; install it with pip install 'farspan\[tensorboard\]'",
+        match=r"needs tensorboard, .*; run pip install '.\[tensorboard\]' in the clone",
     ):
         pretrain(str(tiny), ["tensorboard=true"], tmp_path / "run")
 

@@ -493,7 +493,7 @@ def test_missing_and_corrupt_records_raise_one_sentence(training, tmp_path):
 
 def test_missing_plotly_names_the_package_to_install(training, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(FarspanError, match=r"pip install 'farspan\[report\]'"):
+    with pytest.raises(FarspanError, match=r"pip install '.\[report\]' in the clone"):
         report([training], tmp_path / "page.html")
 
 

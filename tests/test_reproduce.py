@@ -686,7 +686,7 @@ def bench(tiny) -> Path:
         (folder / f"{name}.jsonl").write_text(json.dumps(item) + "\n")
     prompts = [
         {"dataset": task, "context": "A stone.", "input": "What?", "answers": ["stone"]}
-        for task in ("qasper", "trec")
+        for task in ("hotpotqa", "trec")
     ]
     lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     (folder / "longbench.jsonl").write_text(lines)
@@ -724,15 +724,15 @@ def test_benchmarks_are_columns_that_resume(bench, monkeypatch):
     assert rows[1][-1] == f"{100 * average:.1f}"
     assert " | ".join(rows[1]) in text
     by_task = text.partition("## LongBench by task")[2].partition("## Scales")[0]
-    assert "| qasper | trec | average |" in by_task
+    assert "| hotpotqa | trec | average |" in by_task
     assert f"| {' | '.join(name.partition('/')[0] for name in ITEMS)} | average |" in by_task
     messages: list[str] = []
     assert reproduce(study, BENCHMARKS, out, say=messages.append) == results
     assert not messages, "nothing is measured twice"
     file = bench / "data" / "bench" / "piqa" / "val.jsonl"
     file.write_text(json.dumps(ITEMS["piqa/val"] | {"label": 1}) + "\n")
-    reproduce(study, BENCHMARKS, out, say=messages.append)
-    assert len(messages) == 2, "other items"
+    reproduce(study, [*BENCHMARKS, 'methods.nope-twin=["none"]'], out, say=messages.append)
+    assert len(messages) == 1, "other items"
 
 
 def test_studies_without_benchmarks_keep_their_cells(tiny, finished):
@@ -750,7 +750,7 @@ def test_benchmarks_that_cannot_run_are_refused_before_training(bench, monkeypat
     with pytest.raises(FarspanError, match=r"missing.jsonl was not found; give LongBench's"):
         reproduce(study, [*NONE_ONLY, "benchmarks.longbench=missing.jsonl"], out)
     monkeypatch.setattr(importlib.metadata, "version", raise_missing_package)
-    with pytest.raises(FarspanError, match=r"commonsense.* pip install 'farspan\[harness\]'"):
+    with pytest.raises(FarspanError, match=r"commonsense.* pip install '.\[harness\]' in the"):
         reproduce(study, [*NONE_ONLY, "benchmarks.commonsense=bench"], out)
     with pytest.raises(FarspanError, match="benchmarks.beams is 0; choose 1 or more"):
         reproduce(study, ["benchmarks.beams=0"], out)

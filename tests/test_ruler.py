@@ -35,6 +35,8 @@ from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS
 from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
+pytestmark = pytest.mark.usefixtures("without_figures")
+
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
 ARCHIVE = DATA / "bench.tar.xz"
 
@@ -532,24 +534,24 @@ def test_the_average_says_of_how_many_tasks_it_is(files):
     assert whole["qa_1", "string_match", 4096].tags["haystack"] == "squad.json"
 
 
-def test_a_bundled_model_runs_the_suite(tmp_path, files):
+def test_a_model_runs_the_suite(tiny, tmp_path, files):
     result = farspan.evaluate(
-        "nope-twin",
+        tiny,
         "ruler",
         tmp_path / "results",
-        lengths=[600],
+        lengths=[1200],
         limit=1,
         data={"squad": files["squad"]},
     )
     assert {score.tags["task"] for score in result.scores} == {*TASKS[:12], "average_of_12"}
-    evaluation = Ruler((600,), TASKS[:12], squad=files["squad"])
+    evaluation = Ruler((1200,), TASKS[:12], squad=files["squad"])
     assert [score.key for score in result.scores] == evaluation.score_keys()
     assert {key.metric for key in evaluation.score_keys()} <= {*METRICS}
     lines = (tmp_path / "results" / "samples" / "ruler.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert len(samples) == 12
     for sample in samples:
-        assert sample["tokens"] + sample["answer_tokens"] == 600
+        assert sample["tokens"] + sample["answer_tokens"] == 1200
         assert sample["score"] == string_match(
             sample["task"], sample["prediction"], sample["answers"]
         )

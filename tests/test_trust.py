@@ -106,6 +106,27 @@ def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_stay(tmp
     assert remaining == [".new.live1234", ".new.search", ".other.abcd1234", "new"]
 
 
+def test_files_of_killed_processes_are_removed_and_those_of_live_ones_stay(tmp_path):
+    for name in (".a.json.abcd_123", ".a.json.live1234", ".a.json.backup", ".b.json.abcd1234"):
+        (tmp_path / name).touch()
+    with (tmp_path / ".a.json.live1234").open() as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        write_json(tmp_path / "a.json", {})
+    remaining = sorted(path.name for path in tmp_path.iterdir())
+    assert remaining == [".a.json.backup", ".a.json.live1234", ".b.json.abcd1234", "a.json"]
+
+
+def test_claims_of_killed_processes_on_finished_cells_are_removed(tmp_path):
+    """A process can be killed between the end of a cell and that of its claim."""
+    cells, claims = Cells(tmp_path), tmp_path / "claims"
+    cells.put("done", {}, {})
+    dead = {"host": cells_module._host(), "pid": 99999999}
+    for name in ("done.0", "open.0", "." + "ab" * 16, "done.0~"):
+        write_json(claims / name, dead)
+    with Cells(tmp_path).claimed(["other"]):
+        assert sorted(path.name for path in claims.iterdir()) == ["done.0~", "open.0", "other.0"]
+
+
 def test_sigterm_leaves_nothing_half_written(tmp_path):
     previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a runner of tests has its own
     folder = new_folder(tmp_path / "new")
@@ -118,6 +139,20 @@ def test_sigterm_leaves_nothing_half_written(tmp_path):
         signal.signal(signal.SIGTERM, previous)
     assert stop.value.code == 143
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["farspan.cli.app", "farspan.workflows.export.export"])
+def test_ctrl_c_is_no_traceback_of_any_command(place, capsys, monkeypatch):
+    """While the command is looked up, and in one that does not resume."""
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupt)
+    arguments = ("export", "nope-twin", "--format", "live", "-o", "new")
+    status, error = run_refused(capsys, monkeypatch, *arguments)
+    assert status == 130
+    assert error in ("", "error stopped by Ctrl-C; rerun the same command\n")
 
 
 def test_every_loader_of_transformers_is_given_trust_remote_code():

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -23,11 +24,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from farspan.errors import CorruptError, FarspanError
-from farspan.files import read_json, write_json
+from farspan.files import create_locked, naming, read_json, remove_abandoned, write_json
 
 HEARTBEAT = 10.0  # seconds between two heartbeats of a claim
 STALE = 120.0  # seconds without a heartbeat after which a process on another machine counts as dead
 CLAIM_NUMBER = re.compile(r"[0-9]{1,9}")
+OWNER = r"\.[0-9a-f]{32}"  # the name of the file that claims are links to
 WAIT = 0.2  # seconds to wait when other processes have claimed every missing cell
 
 T = TypeVar("T")
@@ -88,6 +90,14 @@ class Cells:
                 raise FarspanError(
                     f"{path} cannot be created ({reason}); choose a writable results folder"
                 ) from None
+        self._remove_obsolete_claims()
+
+    def _remove_obsolete_claims(self) -> None:
+        """Remove the claims on finished cells whose processes were killed before they could."""
+        for claim in self._claims.glob("*.*"):
+            finished = (self._results / f"{claim.stem}.json").exists()
+            if finished and CLAIM_NUMBER.fullmatch(claim.suffix[1:]) and not self._is_live(claim):
+                claim.unlink(missing_ok=True)
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The result of a finished cell, or None.
@@ -101,6 +111,8 @@ class Cells:
             content = read_json(file)
             if cell_key(content["result"]) != content["sha256"]:
                 raise CorruptError(f"{file} does not match its checksum")
+            if content.get("key", key) != key:  # cells of earlier releases do not name theirs
+                raise CorruptError(f"{file} holds the result of another cell")
         except (CorruptError, KeyError, TypeError, ValueError) as error:
             self._quarantine(file, error)
             return None
@@ -121,7 +133,12 @@ class Cells:
     def put(self, key: str, description: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Store a finished cell atomically."""
         result = json.loads(json.dumps(result, allow_nan=False))  # as it will be read
-        content = {"description": description, "sha256": cell_key(result), "result": result}
+        content = {
+            "key": key,
+            "description": description,
+            "sha256": cell_key(result),
+            "result": result,
+        }
         write_json(self._results / f"{key}.json", content)
 
     @contextmanager
@@ -141,13 +158,27 @@ class Cells:
 
     def _claim_all(self, keys: list[str]) -> dict[str, Path]:
         """The claims that succeeded, by key: hard links to one file that names this process."""
-        owner = self._claims / f".{uuid.uuid4().hex}"
-        write_json(owner, {"host": _host(), "pid": os.getpid()})
+        remove_abandoned(self._claims, OWNER)
+        with naming(self._claims):
+            owner, handle = create_locked(self._new_owner)
+        claims: dict[str, Path | None] = {}
         try:
-            claims = {key: self._claim(key, owner) for key in keys}
+            with naming(owner), os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps({"host": _host(), "pid": os.getpid()}))
+                file.flush()
+                for key in keys:
+                    claims[key] = self._claim(key, owner)
+        except BaseException:
+            for claim in filter(None, claims.values()):
+                claim.unlink(missing_ok=True)
+            raise
         finally:
-            owner.unlink()
+            owner.unlink(missing_ok=True)
         return {key: claim for key, claim in claims.items() if claim is not None}
+
+    def _new_owner(self) -> tuple[Path, int]:
+        path = self._claims / f".{uuid.uuid4().hex}"
+        return path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
 
     def _claim(self, key: str, owner: Path) -> Path | None:
         claim = self._next_claim(key)
@@ -207,11 +238,8 @@ class Cells:
 
     def _now(self) -> float:
         """The time by the clock of the file system, which may be another machine's."""
-        probe = self._claims / f".now.{uuid.uuid4().hex}"
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink()
-        return now
+        with tempfile.TemporaryFile(dir=self._claims) as probe:
+            return os.fstat(probe.fileno()).st_mtime
 
 
 def _host() -> str:

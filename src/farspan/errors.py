@@ -39,6 +39,11 @@ class UnavailableError(FarspanError):
     exit_code = 75
 
 
+def install_hint(extra: str) -> str:
+    """The command that installs an extra; farspan itself is installed from a clone."""
+    return f"run pip install '.[{extra}]' in the clone of farspan"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")

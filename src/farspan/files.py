@@ -16,7 +16,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".zip")
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MANIFEST = "manifest.json"
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 UNREAD = (".md", ".png", ".svg", ".pdf")  # files of a model that no program reads
 UMASK = os.umask(0o077)  # the umask can only be read by setting it
 os.umask(UMASK)
@@ -113,6 +114,29 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} holds a JSON {type(value).__name__} where an object is needed; export it again"
         )
     return value
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a model with a pipe, a device, or a link to another folder among its text files.
+
+    What these hold is shown, and written with an export: a file of the user's own must not be.
+    Weights may be links, and every file may be one into the hub's cache.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for entry in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
+        if entry.suffix in WEIGHT_SUFFIXES or entry.is_dir():
+            continue
+        target = Path(os.path.realpath(entry))
+        if not target.is_file():
+            raise CorruptError(
+                f"{entry} cannot be read (it is no regular file); download or export it again"
+            )
+        if not any(target.is_relative_to(path) for path in allowed):
+            raise CorruptError(
+                f"{entry} is a link that leads out of its folder; if you trust it, put a copy of "
+                "the file there"
+            )
 
 
 def check_safetensors(path: Path) -> None:
@@ -240,9 +264,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = Path(path)
     check_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
     with naming(path):
-        staging, lock = _staging_folder(path)
+        staging, handle = _staging(path, _staging_folder)
     try:
         with naming(path, staging):
             yield staging
@@ -255,34 +278,52 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        os.close(handle)
 
 
 def _staging_folder(path: Path) -> tuple[Path, int]:
-    """A temporary folder beside `path`, and its lock, which ends with the process at the latest."""
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    return staging, os.open(staging, os.O_RDONLY)
+
+
+def _staging_file(path: Path) -> tuple[Path, int]:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    return Path(name), handle
+
+
+def _staging(path: Path, create: Callable[[Path], tuple[Path, int]]) -> tuple[Path, int]:
+    """A temporary file or folder beside `path`; those of killed processes are removed first."""
+    remove_abandoned(path.parent, re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
+    return create_locked(lambda: create(path))
+
+
+def create_locked(create: Callable[[], tuple[Path, int]]) -> tuple[Path, int]:
+    """A new file or folder that is open, and locked until it is closed or the process ends."""
     while True:
-        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        lock = os.open(staging, os.O_RDONLY)
+        path, handle = create()
         with suppress(OSError):  # not every file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if staging.exists():
-            return staging, lock
-        os.close(lock)  # another process removed it before it was locked
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if path.exists():
+            return path, handle
+        os.close(handle)  # another process removed it before it was locked
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary folders of `path` whose processes were killed: nobody locks them."""
-    temporary = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
-    for entry in path.parent.iterdir():
-        if not temporary.fullmatch(entry.name) or not entry.is_dir() or entry.is_symlink():
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove the entries of a folder whose names match, and that no process locks."""
+    temporary = re.compile(pattern)
+    for entry in os.scandir(folder):
+        if not temporary.fullmatch(entry.name) or entry.is_symlink():
             continue
         with suppress(OSError):
-            lock = os.open(entry, os.O_RDONLY)
+            handle = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if entry.is_dir():
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
             finally:
-                os.close(lock)
+                os.close(handle)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -290,17 +331,17 @@ def write_bytes(path: Path, content: bytes) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        staging, handle = _staging(path, _staging_file)
     try:
-        with naming(path, Path(name)), os.fdopen(handle, "wb") as file:
+        with naming(path, staging), os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _apply_umask(Path(name))
-        os.replace(name, path)
+            _apply_umask(staging)
+            os.replace(staging, path)
     except BaseException:
         with suppress(OSError):  # report the first error, not this one
-            os.unlink(name)
+            os.unlink(staging)
         raise
 
 

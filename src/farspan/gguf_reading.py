@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.errors import CorruptError, FarspanError, first_line, install_hint
 from farspan.progress import Progress, silent
 
 BLOCK = 1 << 20  # weights that a thread unpacks at once; more do not fit into its cache
@@ -35,7 +35,7 @@ def read_header(file: Path) -> Any:
     """The fields and the tensors of a file, as gguf.GGUFReader has them; no weight is read."""
     if importlib.util.find_spec("gguf") is None:
         raise FarspanError(
-            f"reading {file.name} needs gguf; install it with pip install 'farspan[gguf]'"
+            f"reading {file.name} needs gguf, which is not installed; {install_hint('gguf')}"
         )
     try:
         return _reader_class()(file)

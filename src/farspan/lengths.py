@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from farspan.errors import FarspanError
 
 MAX_EXAMPLE_LENGTH = 10_000
 
 
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(text: str | Iterable[int]) -> list[int]:
     """Lengths and ranges, separated by commas; a range is doubled up to its end.
 
-    `512,1024` -> [512, 1024]; `512:4096` -> [512, 1024, 2048, 4096]; `16k` -> [16384].
+    `512,1024` -> [512, 1024]; `512:4096` -> [512, 1024, 2048, 4096]; `16k` -> [16384]. Numbers are
+    lengths already.
     """
+    if not isinstance(text, str):
+        return list(text)
     lengths: list[int] = []
     for part in text.split(","):
         low, colon, high = part.partition(":")
@@ -36,8 +41,10 @@ def doublings(first: int, last: int) -> list[int]:
     return [*lengths, last]
 
 
-def parse_length(text: str) -> int:
-    """`2048` -> 2,048; `16k` -> 16,384."""
+def parse_length(text: str | int) -> int:
+    """`2048` -> 2,048; `16k` -> 16,384. A number is a length already."""
+    if isinstance(text, int):
+        return text
     return _length(text, text, "2048 or 16k")
 
 

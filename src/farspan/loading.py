@@ -41,12 +41,15 @@ from farspan.data.tokens import (
 )
 from farspan.deprecation import renamed_arguments
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import check_listed_files, read_json, weight_files
+from farspan.files import check_links, check_listed_files, read_json, weight_files
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.progress import Progress, silent
+from farspan.model_objects import ModelObject
+from farspan.progress import Progress, automatic, shows_progress
+from farspan.summaries import Summarized
 
+MAX_CONFIG_LAYERS = 100_000  # of a config; lists of more would be made before any weight is read
 BASE = "base"  # the subfolder of a patch folder that may hold its base model
 USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
 LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")  # of a .gguf file
@@ -57,9 +60,28 @@ class _MissingModelError(FarspanError):
     """There is no model under this name."""
 
 
-class LoadedModel(NamedTuple):
+class _ModelAndTokenizer(NamedTuple):
     model: PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase | None  # None if the checkpoint has none
+
+
+class LoadedModel(Summarized, _ModelAndTokenizer):
+    """A model and its tokenizer; it unpacks like a tuple."""
+
+    def facts(self) -> dict[str, str]:
+        model, tokenizer = self
+        length = config_train_length(model.config)
+        return {
+            "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
+            "train length": f"{length:,} tokens" if length else "unknown",
+            "dtype": f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
+            "tokenizer": f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens"
+            if tokenizer
+            else "none",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.facts(), "config": self.model.config.to_dict()}
 
 
 class LoadOptions(TypedDict, total=False):
@@ -74,6 +96,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 @renamed_arguments(source="model", attention="attn_implementation")
+@shows_progress
 def load(
     model: str | Path,
     *,
@@ -82,7 +105,7 @@ def load(
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
 ) -> LoadedModel:
     """Load a model in evaluation mode, with its tokenizer.
 
@@ -93,9 +116,14 @@ def load(
         dequantized to bf16 on a GPU and to float32 on a CPU.
     attn_implementation: as in transformers.
 
-    >>> model, tokenizer = farspan.load("path/to/checkpoint")
+    >>> model, tokenizer = farspan.load("nope-twin")
+    >>> model.config.max_position_embeddings
+    512
     """
     check_device(device)
+    if isinstance(model, ModelObject):
+        loaded = model.copy_model(device)
+        return LoadedModel(loaded.to(dtype=dtype) if dtype else loaded, _tokenizer_of(model))
     source = resolve_bundled(model)
     if is_patch(source):
         return _load_patched(
@@ -131,6 +159,14 @@ def load(
     loaded = loaded.to(device).eval() if device else loaded.eval()
     _lift_length_limit(loaded)
     return LoadedModel(loaded, _load_tokenizer(source, trust_remote_code))
+
+
+def _tokenizer_of(source: ModelObject) -> transformers.PreTrainedTokenizerBase | None:
+    """That of the object, or of the folder or hub id that it was loaded from."""
+    if source.tokenizer is not None:
+        return source.tokenizer
+    known = Path(source).is_dir() or is_hub_id(source)
+    return _load_tokenizer(str(source), False) if known else None
 
 
 def _lift_length_limit(model: PreTrainedModel) -> None:
@@ -264,7 +300,10 @@ def _require_tokenizer(
     tokenizer: transformers.PreTrainedTokenizerBase | None, source: str | Path
 ) -> transformers.PreTrainedTokenizerBase:
     if tokenizer is None:
-        raise FarspanError(f"{source} has no tokenizer to encode text with; add its tokenizer.json")
+        way_out = "add its tokenizer.json"
+        if isinstance(source, ModelObject):
+            way_out = "give (model, tokenizer)"
+        raise FarspanError(f"{source} has no tokenizer to encode text with; {way_out}")
     return tokenizer
 
 
@@ -275,6 +314,8 @@ def check_source(
 
     Commands check every model before they measure the first one.
     """
+    if isinstance(source, ModelObject):
+        return
     if (patch := find_patch(source)) is not None:
         with _existing_base(Path(source), patch) as base:
             position = position or patch.position
@@ -289,6 +330,8 @@ def check_source(
 
 def find_train_length(source: str | Path, trust_remote_code: bool = False) -> int | None:
     """The train length of a model, by its patch or its config alone."""
+    if isinstance(source, ModelObject):
+        return config_train_length(source.model.config)
     if (patch := find_patch(source)) is not None:
         return patch.train_length
     file = Path(source)
@@ -303,6 +346,8 @@ def find_patch(source: str | Path) -> Patch | None:
 
 
 def is_patch(source: str | Path) -> bool:
+    if isinstance(source, ModelObject):
+        return False
     return (Path(resolve_bundled(source)) / "patch.json").exists()
 
 
@@ -353,15 +398,24 @@ def _import_encodings(config: FarspanConfig, source: str | Path, trust_remote_co
 
 
 def _check_config_file(folder: Path, trust_remote_code: bool) -> None:
+    check_links(folder)
     if is_patch(folder) and not (folder / "config.json").exists():
         raise FarspanError(f"{folder} is a patch, not a model; give its base model")
     if not (folder / "config.json").exists():
         raise FarspanError(f"{folder} has no config.json; give {_suggest_folder(folder)}")
-    if read_json(folder / "config.json").get("auto_map") and not trust_remote_code:
+    config = read_json(folder / "config.json")
+    if config.get("auto_map") and not trust_remote_code:
         raise FarspanError(
             f"{folder} wants to run Python code that comes with it (auto_map in config.json); "
             "if you trust it, add --trust-remote-code"
         )
+    for part in (config, config.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > MAX_CONFIG_LAYERS:
+            raise CorruptError(
+                f"{folder / 'config.json'} claims {layers} layers; a model has at most "
+                f"{MAX_CONFIG_LAYERS}, so download or export it again"
+            )
 
 
 def _suggest_folder(folder: Path) -> str:
@@ -625,16 +679,20 @@ def _load_tokenizer(
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no advice from transformers: farspan reports what matters."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_verbosity = huggingface_hub.utils.logging.get_verbosity()
-    logging.set_verbosity_error()
-    huggingface_hub.utils.logging.set_verbosity_error()
+    bars = logging.is_progress_bar_enabled()
+    loggers = (logging, huggingface_hub.utils.logging)
+    # A level that is set clears the caches of all loggers, so only others than this one are.
+    levels = [
+        (logger, level) for logger in loggers if (level := logger.get_verbosity()) != logging.ERROR
+    ]
+    for logger, _ in levels:
+        logger.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        huggingface_hub.utils.logging.set_verbosity(hub_verbosity)
+        for logger, level in levels:
+            logger.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 

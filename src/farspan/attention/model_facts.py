@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -76,12 +77,41 @@ def most_heads(layers: Sequence[Layer]) -> int:
     return max(layer.heads for layer in layers)
 
 
-def cache_bytes(layers: Sequence[Layer], tokens: int, element_size: int) -> int:
+class CachingLayer(Protocol):
+    """A probed layer, or what a report says of one."""
+
+    @property
+    def position(self) -> str: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def cache_bytes(layers: Sequence[CachingLayer], tokens: int, element_size: int) -> int:
     """The size of the cached keys and values of one text; a window keeps no more than its keys."""
     return sum(
         2 * layer.kv_heads * layer.head_dim * min(tokens, layer.window or tokens) * element_size
         for layer in layers
     )
+
+
+def forward_flops(model: PreTrainedModel, layers: Sequence[Layer], length: int) -> float:
+    """Of one token in a text of `length` tokens, on average."""
+    table = model.get_input_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    matrices = sum(weight.numel() for weight in model.parameters())
+    matrices -= 0 if head is table else table.numel()
+    return 2 * matrices + sum(_attention_flops(layer, length) for layer in layers)
+
+
+def _attention_flops(layer: Layer, length: int) -> float:
+    """Of the scores and the weighted values of one token, forward, on average over a text."""
+    window = min(layer.window or length, length)
+    mean_keys = window - window * (window - 1) / (2 * length)
+    return 4 * layer.heads * layer.head_dim * mean_keys
 
 
 def claimed_position(config: PreTrainedConfig, layer: int) -> str:

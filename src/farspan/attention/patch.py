@@ -33,6 +33,7 @@ from farspan.files import (
     sha256_of,
     write_json,
 )
+from farspan.summaries import Summarized, plain
 
 # A layout needs format 2 and scales that count positions need 3; other patches are written as
 # format 1, which older releases read.
@@ -54,8 +55,8 @@ class IncompatiblePatchError(FarspanError):
     """A patch does not fit the model that it was fitted on, so the patch itself is wrong."""
 
 
-@dataclass(frozen=True, eq=False)
-class Patch:
+@dataclass(frozen=True, eq=False, repr=False)
+class Patch(Summarized):
     """What a method changes in one base model to reach a target length."""
 
     method: str
@@ -166,6 +167,22 @@ class Patch:
                 exact = tensor.detach().cpu().contiguous().flatten()
                 digest.update(exact.view(torch.uint8).numpy())
         return digest.hexdigest()
+
+    def facts(self) -> dict[str, str]:
+        parts = {
+            "attention scales": self.scales,
+            "rope parameters": self.rope,
+            "layout": self.layout,
+            "weights": self.weights,
+        }
+        return {
+            "method": f"{self.method}, from {self.train_length:,} to {self.target:,} tokens",
+            "model": self.label or self.name,
+            "changes": ", ".join(name for name, part in parts.items() if part is not None),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return plain(self.describe())
 
     def describe(self) -> dict[str, Any]:
         """The patch as JSON, with its tables summarized."""

@@ -51,19 +51,20 @@ def probe(model: PreTrainedModel) -> list[Layer]:
     >>> [layer.position for layer in probe(smollm3)]
     ['rope', 'rope', 'rope', 'none', …]
     """
-    indices = {call.module: call.layer for call in seam.attention_calls(model)}
-    modules = list(indices)
     takes_positions = "position_ids" in signature(model.forward).parameters
-    embeddings = model.get_input_embeddings()
-    ids = torch.arange(TOKENS, device=model.device)[None] % embeddings.num_embeddings
-    positions = torch.arange(TOKENS, device=model.device)[None]
-    with _tables_used(model) as tables:
-        first, inputs, start = _run(model, modules, ids, positions, replay=None)
-    second, _, reversed_start = _run(model, modules, ids, positions.flip(1), replay=inputs)
-    third = second
-    if any(map(seam.adds_rotation, modules)):
-        turned = {module: states.flip(1) for module, states in inputs.items()}
-        third, _, _ = _run(model, modules, ids, positions, replay=turned)
+    with seam.attached(model):  # once for all runs
+        indices = {call.module: call.layer for call in seam.attention_calls(model)}
+        modules = list(indices)
+        embeddings = model.get_input_embeddings()
+        ids = torch.arange(TOKENS, device=model.device)[None] % embeddings.num_embeddings
+        positions = torch.arange(TOKENS, device=model.device)[None]
+        with _tables_used(model) as tables:
+            first, inputs, start = _run(model, modules, ids, positions, replay=None)
+        second, _, reversed_start = _run(model, modules, ids, positions.flip(1), replay=inputs)
+        third = second
+        if any(map(seam.adds_rotation, modules)):
+            turned = {module: states.flip(1) for module, states in inputs.items()}
+            third, _, _ = _run(model, modules, ids, positions, replay=turned)
     absolute = None
     tables = {table: rows for table, rows in tables.items() if table is not embeddings}
     if _changed(start, reversed_start):
@@ -112,7 +113,7 @@ def _run(
         )
     finally:
         hook.remove()
-    return calls, inputs, start[-1]  # installing the seam runs the model too
+    return calls, inputs, start[-1]
 
 
 def run_replayed(

@@ -251,7 +251,7 @@ def installed(model: PreTrainedModel) -> bool:
 @contextmanager
 def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Show every attention call in this block to an observer, detached from the graph."""
-    with _attached(model) as states:
+    with attached(model) as states:
         for state in states:
             state.observers += (observer,)
         try:
@@ -265,7 +265,7 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 @contextmanager
 def using(model: PreTrainedModel, backend: Backend) -> Iterator[None]:
     """Compute attention by this function instead of the model's own backend in this block."""
-    with _attached(model) as states:
+    with attached(model) as states:
         before = [state.backend for state in states]
         for state in states:
             state.backend = backend
@@ -290,7 +290,7 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _attached(model: PreTrainedModel) -> Iterator[list[SeamState]]:
+def attached(model: PreTrainedModel) -> Iterator[list[SeamState]]:
     """The states of a model on the seam.
 
     A model that was installed for this block is uninstalled at its end, unless scales, observers,
@@ -349,14 +349,15 @@ def run_two_tokens(model: PreTrainedModel) -> None:
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Eval mode for a block: no dropout, no gradient, no compilation."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    if training:
+        model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 @contextmanager

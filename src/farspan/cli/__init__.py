@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 import sys
 import warnings
 from typing import Annotated
@@ -17,6 +18,7 @@ import typer
 from farspan import __version__
 from farspan.cli import lab
 from farspan.cli.check import check_command
+from farspan.cli.choices import epilog
 from farspan.cli.compare import compare_command
 from farspan.cli.console import NOTE_HANDLER, console, print_error
 from farspan.cli.demo import demo_command
@@ -38,23 +40,22 @@ app = typer.Typer(
     name="farspan",
     help="Extend the context of causal language models, and measure how far they generalize.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("inspect", cls=Command)(inspect_command)
-app.command("diagnose", cls=Command)(diagnose_command)
-app.command("extend", cls=Command)(extend_command)
-app.command("eval", cls=Command)(eval_command)
-app.command("export", cls=Command)(export_command)
-app.command("check", cls=Command)(check_command)
-app.command("generate", cls=Command)(generate_command)
-app.command("pretrain", cls=Command)(pretrain_command)
-app.command("reproduce", cls=Command)(reproduce_command)
+app.command("inspect", cls=Command, epilog=epilog("inspect"))(inspect_command)
+app.command("diagnose", cls=Command, epilog=epilog("diagnose"))(diagnose_command)
+app.command("extend", cls=Command, epilog=epilog("extend"))(extend_command)
+app.command("eval", cls=Command, epilog=epilog("eval"))(eval_command)
+app.command("export", cls=Command, epilog=epilog("export"))(export_command)
+app.command("check", cls=Command, epilog=epilog("check"))(check_command)
+app.command("generate", cls=Command, epilog=epilog("generate"))(generate_command)
+app.command("pretrain", cls=Command, epilog=epilog("pretrain"))(pretrain_command)
+app.command("reproduce", cls=Command, epilog=epilog("reproduce"))(reproduce_command)
 app.add_typer(lab.app, name="lab")
-app.command("compare", cls=Command)(compare_command)
-app.command("report", cls=Command)(report_command)
-app.command("demo", cls=Command)(demo_command)
+app.command("compare", cls=Command, epilog=epilog("compare"))(compare_command)
+app.command("report", cls=Command, epilog=epilog("report"))(report_command)
+app.command("demo", cls=Command, epilog=epilog("demo"))(demo_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -79,6 +80,9 @@ def main() -> None:
     except FarspanError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before a command runs, or in one that does not resume
+        print_error("stopped by Ctrl-C; rerun the same command")
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if (cause := system_error(error)) is None:
             raise

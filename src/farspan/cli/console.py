@@ -123,11 +123,3 @@ def format_file_size(size: int) -> str:
 def format_memory(gib: float) -> str:
     """0.05 -> "51.2 MiB"."""
     return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
-
-
-def format_duration(seconds: float) -> str:
-    """9000 -> "2.5 hours"."""
-    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"

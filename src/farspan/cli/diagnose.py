@@ -76,7 +76,7 @@ def diagnose_command(
     reported = (
         parse_lengths(lengths)
         if lengths
-        else default_lengths(models, train_length, position, trust_remote_code)
+        else default_lengths(models, train_length, trust_remote_code)
     )
     with bars() as progress:
         diagnoses = diagnose(

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from farspan.cli.choices import PRESETS, SUITES, complete
 from farspan.cli.console import (
     IS_MAIN_PROCESS,
     console,
@@ -51,6 +52,17 @@ SuiteName = Annotated[
         metavar="NAME",
         help="quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench or "
         "commonsense.",
+        autocompletion=complete(SUITES),
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="quick (8 windows of perplexity, 5 examples of each task, 1 passkey at each depth, "
+        "where no option sets them) or full (all of the suite).",
+        show_default="quick on a CPU, else full",
+        autocompletion=complete(PRESETS),
     ),
 ]
 Lengths = Annotated[
@@ -239,6 +251,7 @@ def eval_command(
     ],
     out: Out,
     suite: SuiteName = "quick",
+    preset: Preset = None,
     lengths: Lengths = "",
     data: Data = None,
     baseline: Baseline = None,
@@ -284,6 +297,7 @@ def eval_command(
             out,
             baseline=baseline,
             gate=gate or [],
+            preset=preset,
             lengths=parse_lengths(lengths) if lengths else [],
             data=parse_data(data) if data else None,
             mode=mode,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from farspan.cli.choices import DTYPES, FORMATS, complete
 from farspan.cli.console import format_file_size, print_json, print_line, print_notes
 from farspan.cli.options import AsJson, Device, Model, Position, TrustRemoteCode, out_option
 
@@ -24,12 +25,15 @@ def export_command(
             metavar="NAME",
             help="live (for farspan), folded (scales in the weights), stock (plain transformers), "
             "peft (adapter) or gguf (llama.cpp).",
+            autocompletion=complete(FORMATS),
         ),
     ],
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Precision of the written weights: float32, bfloat16 or float16."
+            metavar="NAME",
+            help="Precision of the written weights: float32, bfloat16 or float16.",
+            autocompletion=complete(DTYPES),
         ),
     ] = "float32",
     as_json: AsJson = False,

@@ -9,11 +9,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from farspan.cli.choices import PRESETS, complete, complete_method
 from farspan.cli.console import (
     console,
-    format_duration,
     make_facts,
     make_table,
+    note,
     print_json,
     print_line,
     print_notes,
@@ -32,6 +33,7 @@ from farspan.cli.options import (
     overrides_argument,
     parse_data,
 )
+from farspan.progress import format_duration
 from farspan.signals import stoppable
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ Method = Annotated[
         help="Attention scales: uniform, headscale, headlog, piecewise, logn, llama4, ssmax. "
         "RoPE: pi, ntk, dynamic-ntk, yarn, drope. Weights: swan, continue. Two can be joined, e.g. "
         "yarn+headscale. auto tries those that suit the model and keeps the best.",
+        autocompletion=complete_method,
     ),
 ]
 Data = Annotated[
@@ -57,6 +60,16 @@ Data = Annotated[
         metavar="TEXT",
         help="One text, split in three; or three texts: search=PATH, choose=PATH, report=PATH.",
         show_default="python-docs/search",
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="quick: minutes for a small model on a CPU (searches of at most 50 steps, 4 windows "
+        "to choose by, 4 to report on, 10 passkeys at each length); full: 200 steps, 8, 8, 20.",
+        show_default="quick on a CPU, else full",
+        autocompletion=complete(PRESETS),
     ),
 ]
 RecipeName = Annotated[
@@ -68,9 +81,13 @@ RecipeName = Annotated[
 def extend_command(
     model: Model,
     to: Target,
-    out: Annotated[Path, out_option("New folder for the patch.")],
+    out: Annotated[
+        Path | None,
+        out_option("New folder for the patch.", show_default="MODEL-LENGTH, as nope-twin-1024"),
+    ] = None,
     overrides: Annotated[list[str] | None, overrides_argument("search.steps=50")] = None,
     method: Method = "auto",
+    preset: Preset = None,
     data: Data = None,
     recipe: RecipeName = None,
     dry_run: DryRun = False,
@@ -85,11 +102,11 @@ def extend_command(
 
     Verifies the patch on a freshly loaded model, and reports loss and passkeys before and after.
     """
-    from farspan.lengths import parse_length
     from farspan.progress import bars
     from farspan.workflows.extend import DEFAULT_TEXT, estimate_extension, extend
 
     options: dict[str, Any] = {
+        "preset": preset,
         "data": parse_data(data) if data else DEFAULT_TEXT,
         "recipe": recipe,
         "overrides": overrides or [],
@@ -99,12 +116,12 @@ def extend_command(
         "device": device,
         "trust_remote_code": trust_remote_code,
     }
-    target = parse_length(to)
-    with stoppable(f"nothing was written to {out} yet"), bars() as progress:
+    where = out or "the patch folder"
+    with stoppable(f"nothing was written to {where} yet"), bars() as progress:
         if dry_run:
-            estimate = estimate_extension(model, target, method, progress=progress, **options)
+            estimate = estimate_extension(model, to, method, progress=progress, **options)
         else:
-            extension = extend(model, target, out, method, progress=progress, **options)
+            extension = extend(model, to, out, method, progress=progress, say=note, **options)
     if dry_run:
         show_estimate(estimate, as_json)
         return
@@ -114,7 +131,7 @@ def extend_command(
                 "patch": extension.patch.describe(),
                 "before": extension.before,
                 "after": extension.after,
-                "folder": str(out),
+                "folder": str(extension.folder),
             }
         )
     else:
@@ -125,7 +142,7 @@ def show_estimate(estimate: ExtendEstimate, as_json: bool) -> None:
     from dataclasses import asdict
 
     if as_json:
-        print_json({**asdict(estimate), "seconds_at_least": estimate.seconds})
+        print_json({**asdict(estimate), "seconds": estimate.seconds})
         return
     facts = make_facts()
     one = len(estimate.methods) == 1
@@ -135,15 +152,13 @@ def show_estimate(estimate: ExtendEstimate, as_json: bool) -> None:
     if estimate.tokens:
         epochs = estimate.tokens / estimate.text["search"]
         facts.add_row(
-            "trains weights",
-            f"on {estimate.tokens:,} tokens in {estimate.steps:,} steps: {epochs:.1f} epochs",
+            "distillation",
+            f"on {estimate.tokens:,} tokens in {estimate.steps:,} steps: {epochs:.1f} epochs, "
+            f"{estimate.flops:.2g} FLOP",
         )
-        facts.add_row(
-            "time", f"at least {format_duration(estimate.seconds)}: {estimate.flops:.2g} FLOP"
-        )
-        facts.add_row("", f"at {estimate.rate / 1e12:.3g} TFLOP/s, measured now on matrix products")
-    else:
-        facts.add_row("trains weights", "no")
+    facts.add_row("time", estimate.sentence)
+    for stage, seconds in estimate.stages.items():
+        facts.add_row("", f"{stage.removesuffix(' lr')}: {format_duration(seconds)}")
     console.print(facts)
     print_notes(estimate.notes)
 

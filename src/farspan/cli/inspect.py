@@ -14,6 +14,7 @@ from farspan.cli.console import (
     make_facts,
     make_table,
     print_json,
+    print_line,
     print_notes,
 )
 from farspan.cli.options import AsJson, Model, Position, TrustRemoteCode
@@ -36,9 +37,17 @@ def inspect_command(
 
     The model is run on a few tokens, since its config can be wrong.
     """
+    from farspan.progress import bars
     from farspan.workflows.inspect import inspect
 
-    inspection = inspect(model, position=position, check=check, trust_remote_code=trust_remote_code)
+    with bars() as progress:
+        inspection = inspect(
+            model,
+            position=position,
+            check=check,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
     if as_json:
         print_json(inspection.to_json(), indent=2)
     else:
@@ -54,7 +63,41 @@ def show_inspection(inspection: Inspection) -> None:
     answer = f"[green]yes[/], into {fold.site}" if fold.possible else "[yellow]no[/]"
     reason = f" ({escape(fold.why)})" if fold.why else ""
     console.print(f"[dim]scales can be folded:[/] {answer}{reason}")
+    if inspection.cache:
+        console.print()
+        console.print(_cache(inspection))
     print_notes(inspection.warnings)
+    if inspection.next_commands:
+        console.print()
+    for number, command in enumerate(inspection.next_commands):
+        print_line(f"[dim]{'then' if number else 'next'}[/]  {escape(command)}")
+
+
+def _cache(inspection: Inspection) -> Table:
+    """The KV cache by type of layer."""
+    lengths = [*inspection.cache[0].at]
+    columns = [f"at {length // 1024}K" for length in lengths]
+    table = make_table(f"KV cache, {inspection.dtype}", "layers", "per token", *columns, padding=3)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = [
+        (report.layer_type, report.layers, [report.per_token, *report.at.values()])
+        for report in inspection.cache
+    ]
+    if len(rows) > 1:
+        totals = [sum(sizes) for sizes in zip(*(row[2] for row in rows), strict=True)]
+        rows.append(("all", sum(row[1] for row in rows), totals))
+    for layer_type, count, sizes in rows:
+        table.add_row(layer_type, str(count), *map(format_cache, sizes))
+    return table
+
+
+def format_cache(size: int) -> str:
+    """131_072 -> "128 KiB"."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.4g} {unit}"
+    return f"{size} bytes"
 
 
 def _facts(inspection: Inspection) -> Table:
@@ -69,6 +112,8 @@ def _facts(inspection: Inspection) -> Table:
     )
     facts.add_row("heads", heads)
     facts.add_row("train length", f"{length:,} tokens" if length else "unknown")
+    if inspection.rope:
+        facts.add_row("rotation", inspection.rope)
     if inspection.query_norm:
         facts.add_row("query norm", inspection.query_norm)
     if inspection.temperature:

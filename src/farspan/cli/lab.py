@@ -13,7 +13,6 @@ from rich.markup import escape
 from farspan.cli.console import (
     console,
     format_count,
-    format_duration,
     format_memory,
     make_table,
     note,
@@ -37,6 +36,7 @@ from farspan.cli.options import (
     out_option,
     overrides_argument,
 )
+from farspan.progress import format_duration
 from farspan.signals import stoppable
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from farspan.cli.choices import complete_model
 from farspan.cli.console import note
 from farspan.deprecation import REMOVED_IN
 from farspan.errors import FarspanError
@@ -33,9 +34,17 @@ MODEL_KINDS = (
 )
 LOADING = "Model loading"  # a panel of the help
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"Model: {MODEL_KINDS}.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help=f"Model: {MODEL_KINDS}.", autocompletion=complete_model),
+]
 Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL", help=f"One or more models: {MODEL_KINDS}.")
+    list[str],
+    typer.Argument(
+        metavar="MODEL",
+        help=f"One or more models: {MODEL_KINDS}.",
+        autocompletion=complete_model,
+    ),
 ]
 Text = Annotated[
     str,

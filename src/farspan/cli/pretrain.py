@@ -13,13 +13,13 @@ from rich.markup import escape
 from farspan.cli.console import (
     console,
     format_count,
-    format_duration,
     format_memory,
     make_facts,
     print_json,
     print_line,
 )
 from farspan.cli.options import AsJson, DryRun, out_option, overrides_argument
+from farspan.progress import format_duration
 from farspan.signals import stoppable
 
 if TYPE_CHECKING:

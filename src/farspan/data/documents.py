@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, install_hint
 from farspan.files import check_unpacked
 from farspan.hub import is_hub_id, unavailable_reason
 
@@ -216,6 +216,6 @@ def _import_extra(module: str, source: str | Path) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise FarspanError(
-            f"reading {source} needs {module.partition('.')[0]}; "
-            "install it with pip install 'farspan[data]'"
+            f"reading {source} needs {module.partition('.')[0]}, which is not installed; "
+            + install_hint("data")
         ) from None

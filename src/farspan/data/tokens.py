@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import read_json
+from farspan.files import check_links, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -146,6 +146,8 @@ def read_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    if Path(source).is_dir():
+        check_links(Path(source))
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
 

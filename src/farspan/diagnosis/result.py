@@ -9,10 +9,11 @@ import numpy as np
 
 from farspan.attention.scales import Scales
 from farspan.diagnosis.curves import Curves
+from farspan.summaries import Plotted, ResultList, shorten
 
 
-@dataclass(frozen=True, eq=False)
-class Diagnosis:
+@dataclass(frozen=True, eq=False, repr=False)
+class Diagnosis(Plotted):
     """Curves by position of one model at one scale, and what they show."""
 
     label: str
@@ -29,6 +30,19 @@ class Diagnosis:
     smooth_entropy: np.ndarray
     scales: Scales | None = None  # of a patch
     uniform: float | None = None  # of a sweep of uniform scales
+
+    def facts(self) -> dict[str, str]:
+        def at(knee: int | None) -> str:
+            return "none" if knee is None else f"at {knee:,} tokens"
+
+        return {
+            "model": self.label,
+            "train length": f"{self.train_length:,} tokens",
+            "verdict": self.verdict,
+            "knees": f"loss {at(self.loss_knee)}, entropy {at(self.entropy_knee)}",
+            "distracted heads": f"{len(self.distracted_heads)} of {self.heads}",
+            "suggested scale": shorten(self.suggested_scale),
+        }
 
     def to_json(self) -> dict[str, Any]:
         curves = self.curves
@@ -51,6 +65,13 @@ class Diagnosis:
             "suggested_scale": self.suggested_scale,
             "verdict": self.verdict,
         }
+
+
+class Diagnoses(ResultList):
+    """The diagnoses of several models, or of one at several scales."""
+
+    def facts(self) -> dict[str, str]:
+        return {each.label: each.verdict for each in self}
 
 
 def _rounded(values: np.ndarray) -> list:

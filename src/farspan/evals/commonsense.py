@@ -24,7 +24,7 @@ from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import out_of_memory
 from farspan.data.jsonlines import read_rows
 from farspan.data.tokens import add_begin_of_text
-from farspan.errors import CorruptError, FarspanError, first_line, suggest
+from farspan.errors import CorruptError, FarspanError, first_line, install_hint, suggest
 from farspan.evals.perplexity import rows_per_batch
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.files import check_unpacked, sha256_of, write_text
@@ -32,7 +32,6 @@ from farspan.hub import unavailable_reason
 from farspan.train.metadata import begin_of_text
 
 NAME = "commonsense"
-INSTALL = "pip install 'farspan[harness]'"
 LETTERS = "ABCDEFGH"
 
 
@@ -294,7 +293,8 @@ def _version() -> str:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
         raise FarspanError(
-            f"commonsense needs lm-evaluation-harness; install it with {INSTALL}"
+            "commonsense needs lm-evaluation-harness, which is not installed; "
+            + install_hint("harness")
         ) from None
 
 

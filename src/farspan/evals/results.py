@@ -9,10 +9,11 @@ from typing import Any
 
 from farspan.evals.gates import GateResult
 from farspan.evals.scores import Score
+from farspan.summaries import Plotted
 
 
-@dataclass(frozen=True, eq=False)
-class EvalResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class EvalResult(Plotted):
     """The scores of a model, of its baseline, and the gates."""
 
     model: str
@@ -24,6 +25,23 @@ class EvalResult:
     gates: tuple[GateResult, ...] = ()
     notes: tuple[str, ...] = ()
     train_length: int | None = None
+
+    def facts(self) -> dict[str, str]:
+        shown = [score for score in self.scores if not score.tags.get("detail")]
+        values = {
+            f"{score.metric} {score.tags.get('task', '')} @{score.length}".replace("  ", " "): (
+                f"{score.value:.4g} ({score.low:.4g}–{score.high:.4g})"
+            )
+            for score in shown
+        }
+        compared = f", baseline {self.baseline}" if self.baseline else ""
+        failed = [gate.detail for gate in self.gates if not gate.holds]
+        return {
+            "model": f"{self.model}{compared}, suite {self.suite}, in {self.folder}",
+            "failed gates": "; ".join(failed),
+            **values,
+            "notes": "; ".join(self.notes),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; `vs` is the baseline."""

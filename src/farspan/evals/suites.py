@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention.probe import Layer
 from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
@@ -26,11 +27,13 @@ from farspan.evals.ruler_qa import QA_FILES
 from farspan.evals.ruler_tasks import ESSAYS
 from farspan.evals.ruler_tasks import TASKS as RULER_TASKS
 from farspan.evals.scores import Eval
-from farspan.lengths import doublings
+from farspan.lengths import doublings, parse_lengths
 from farspan.train.metadata import begin_of_text
 
 DEFAULT_TEXT = "python-docs/score"
 QUICK_WINDOWS = 32
+PRESETS = ("quick", "full")
+PRESET_WINDOWS, PRESET_LIMIT, PRESET_KEYS = 8, 5, 1  # of the preset quick
 NO_ENGINE = EngineOptions()
 NEEDLE_SAMPLES = 20  # of each task at each length, of needle and RULER
 
@@ -39,7 +42,7 @@ NEEDLE_SAMPLES = 20  # of each task at each length, of needle and RULER
 class EvalConfig:
     """The settings of an evaluation; None is the suite's default."""
 
-    lengths: Sequence[int] = ()  # default: doublings from the train length
+    lengths: Sequence[int] = ()  # or "512:4096"; default: doublings from the train length
     data: str | Path | Mapping[str, str | Path] | None = None  # one text, or several by name
     mode: str | None = None  # of perplexity: same, paper-a or yarn
     metric: str = METRICS[0]  # of perplexity: ppl, or longppl beside it
@@ -53,10 +56,16 @@ class EvalConfig:
     system_instruction: str | None = None  # of RULER: the system message of the chat
     threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
     seed: int = 0  # of keys, needles and subsets
+    preset: str = "full"  # quick: fewer windows, examples and passkeys, where these are not set
     engine: EngineOptions = NO_ENGINE  # of a server, if the model is a URL
 
     def __post_init__(self):
+        if self.preset not in PRESETS:
+            raise FarspanError(
+                f"preset {self.preset!r} is unknown; {suggest(self.preset, PRESETS)}"
+            )
         object.__setattr__(self, "tasks", tuple(self.tasks))
+        object.__setattr__(self, "lengths", tuple(parse_lengths(self.lengths)))
         if self.mode is not None and self.mode not in MODES:
             hint = suggest(self.mode, MODES)
             raise FarspanError(f"perplexity mode {self.mode!r} is unknown; {hint}")
@@ -105,6 +114,7 @@ class EvalPlan:
             "contexts": list(self.contexts),
             "context": self.context,
             "data": {name: str(path) for name, path in self.texts.items()},
+            "preset": config.preset,
             "mode": config.mode,
             "metric": config.metric,
             "stride": config.stride,
@@ -133,6 +143,7 @@ class EvalModel:
     passkeys_in_training: str  # "yes", "no" or "unknown"
     identity: Mapping[str, str]  # everything of it that a result depends on
     begin: BeginOfText = UNDECIDED  # of its texts
+    layers: Sequence[Layer] | None = None  # None: off transformers' attention interface
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         if self.max_positions is not None and max(lengths) > self.max_positions:
@@ -159,8 +170,14 @@ class Suite:
     settings: tuple[str, ...] = ()  # of SUITE_SETTINGS, those that it uses
 
     def complete(self, config: EvalConfig) -> EvalConfig:
-        """The settings with this suite's mode of perplexity, if none was chosen."""
-        return replace(config, mode=config.mode or self.mode)
+        """The settings with this suite's mode of perplexity, and those of the preset, if none were
+        chosen."""
+        config = replace(config, mode=config.mode or self.mode)
+        if config.preset == "full":
+            return config
+        windows = config.windows or (PRESET_WINDOWS if "windows" in self.settings else None)
+        limit = config.limit or (PRESET_LIMIT if "limit" in self.settings else None)
+        return replace(config, windows=windows, limit=limit)
 
 
 def _read_texts(model: EvalModel, plan: EvalPlan, names: Sequence[str]) -> tuple[Text, ...]:
@@ -213,7 +230,8 @@ def _passkey(depths: int, keys: int) -> Build:
                 "for example perplexity"
             )
         seed, trained = plan.config.seed, model.passkeys_in_training
-        grid = Passkey(plan.grid, depths, keys, seed, trained, plan.context)
+        count = PRESET_KEYS if plan.config.preset == "quick" else keys
+        grid = Passkey(plan.grid, depths, count, seed, trained, plan.context)
         for cell in grid.cells()[:depths]:  # the shortest length is refused now if it is too short
             grid.documents(cell, model.tokenizer)
         return grid

@@ -25,7 +25,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from farspan.errors import FarspanError, ProofError
+from farspan.errors import FarspanError, ProofError, install_hint
 from farspan.model.config import SLIDING
 from farspan.train.metadata import begin_of_text
 
@@ -63,7 +63,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, file: Path, name: str = "
     """Write a stock Llama, or a SmolLM3 with a layer pattern that llama.cpp supports."""
     if importlib.util.find_spec("gguf") is None:
         raise FarspanError(
-            f"writing {file.name} needs gguf; install it with pip install 'farspan[gguf]'"
+            f"writing {file.name} needs gguf, which is not installed; {install_hint('gguf')}"
         )
     from gguf import GGUFWriter
 

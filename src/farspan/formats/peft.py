@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.patch import Patch
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, install_hint
 from farspan.files import write_json
 from farspan.formats.fold import Site, find_sites
 from farspan.loading import quiet
@@ -27,7 +27,7 @@ def write_peft(model: PreTrainedModel, patch: Patch, folder: Path) -> None:
 
     if importlib.util.find_spec("peft") is None:
         raise FarspanError(
-            "proving an adapter needs peft; install it with pip install 'farspan[peft]'"
+            f"proving an adapter needs peft, which is not installed; {install_hint('peft')}"
         )
     vectors = ia3_vectors(model, patch)
     save_file(

@@ -26,6 +26,7 @@ from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
+from farspan.summaries import Summarized
 
 BINS = 20  # of distances relative to the tokens before
 BUDGET = 1 << 24  # attention probabilities in memory at once
@@ -86,8 +87,8 @@ class Distance:
         return np.array([table[linear_sum_assignment(table)].mean() for table in self.pairs])
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionComparison:
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionComparison(Summarized):
     """The attention of several models on the same tokens."""
 
     models: list[str]

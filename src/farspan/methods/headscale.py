@@ -35,7 +35,6 @@ from farspan.train.steps import TrainingTask
 
 MIN_SCALE = 0.01  # lower bound of λ̂ without the constraint: a negative λ̂ inverts attention
 MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
-MAX_STEPS = 200  # of a search that ends at a plateau
 VALIDATED = 4  # windows of the choose split that the plateau is judged on
 REPEATS = 0.5  # share of the windows with repeated spans, for models with NoPE layers
 
@@ -45,6 +44,7 @@ class SearchConfig:
     """Settings of the search for scales; None: see `resolve`."""
 
     steps: int = 0  # exactly so many; 0: until the loss on the choose split no longer falls
+    max_steps: int = 200  # of a search that ends at a plateau
     batch: int | None = None  # windows per step
     micro_batch: int = 8
     lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
@@ -58,7 +58,13 @@ class SearchConfig:
     save_every: int = 50
 
     def __post_init__(self):
-        for name, least in (("steps", 0), ("batch", 1), ("micro_batch", 1), ("save_every", 1)):
+        for name, least in (
+            ("steps", 0),
+            ("max_steps", 1),
+            ("batch", 1),
+            ("micro_batch", 1),
+            ("save_every", 1),
+        ):
             if (value := getattr(self, name)) is not None and value < least:
                 raise FarspanError(f"search.{name} is {value}; choose {least} or more")
         if self.lr is not None and (not self.lr or min(self.lr) <= 0):
@@ -94,7 +100,7 @@ class SearchConfig:
         own = not self.steps
         repeats = REPEATS if own and has_nope else 0.0
         return SearchPlan(
-            self.steps or MAX_STEPS,
+            self.steps or self.max_steps,
             self.batch or (2 if own else 8),
             self.micro_batch,
             self.lr or ((0.2,) if own else (0.1, 0.05)),

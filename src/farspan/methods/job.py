@@ -186,3 +186,11 @@ def search_best(
             "no scale gives a finite loss on this text; check the model with `farspan diagnose`"
         )
     return best, losses
+
+
+def grid_size(coarse: Sequence[float], step: float) -> int:
+    """The most losses that `search_best` computes."""
+    width, count = min(after - before for before, after in pairwise(sorted(coarse))), len(coarse)
+    while width > step * 1.001:
+        width, count = max(step, width / 4), count + 6
+    return count

@@ -239,7 +239,7 @@ def check_compatible(
     if (scaling := existing_rope_scaling(config)) is not None and replacing:
         raise FarspanError(
             f"the rotation of {source} is already scaled ({scaling}), and {min(replacing)} would "
-            "replace that; use ntk, uniform or headscale"
+            "replace that; use ntk, which keeps it"
         )
     for name in names:
         if name in ROPE_METHODS and "rope" not in positions:
@@ -251,9 +251,10 @@ def check_compatible(
         check_layers(layers, source, extend.swan)
     scales_only = set(names) <= set(SCALE_METHODS)
     if scales_only and "rope" in positions and "none" not in positions:
+        rotary = "yarn" if scaling is None else "ntk"
         return (
-            "all layers of this model are rotary, and scales alone gain little there; try yarn or "
-            "yarn+headscale",
+            f"all layers of this model are rotary, and scales alone gain little there; try {rotary}"
+            f" or {rotary}+headscale",
         )
     return ()
 
@@ -264,13 +265,15 @@ def unused_settings(
     model: PreTrainedModel,
     job: FitJob,
     extend: ExtendConfig,
+    default: ExtendConfig,
 ) -> Iterator[str]:
     """Notes on settings that auto, which accepts every setting, does not use on this model."""
     if list(names) != ["auto"]:
         return
     candidates = candidate_methods(names, layers, model, job)
-    for key, _ in _changed_settings(extend, ExtendConfig()):
-        if not methods_using(key, candidates):
+    used = [name for candidate in candidates for name in candidate.split("+")]
+    for key, _ in _changed_settings(extend, default):
+        if not methods_using(key, used):
             choices = ", ".join(candidates)
             yield f"{key} was not used: on this model auto chooses among {choices}"
 
@@ -281,15 +284,35 @@ def candidate_methods(
     """The methods themselves, or those among which auto chooses."""
     if list(names) != ["auto"]:
         return list(names)
-    rotary = all(layer.position == "rope" for layer in layers)
+    rotary = [layer for layer in layers if layer.position == "rope"]
     scaled = existing_rope_scaling(model.config) is not None
     candidates = ["uniform", "headscale", "headlog"]
-    if rotary:
+    if len(rotary) == len(layers):
         candidates = ["ntk", "uniform"] if scaled else ["ntk", "yarn"]
+    elif "+" in (first := recommended_method(layers, scaled) or ""):  # SmolLM3
+        candidates = [first.partition("+")[0], "headlog", first]
     far = job.target > SWAN_FACTOR * job.train_length
     on_gpu = model.device.type == "cuda"  # elsewhere training takes hours
     plain = all(layer.position in ("rope", "none") and not layer.window for layer in layers)
     return [*candidates, "swan"] if far and on_gpu and plain else candidates
+
+
+def recommended_method(layers: Sequence[Any], scaled: bool) -> str | None:
+    """The method to try first, as the table of docs/extend.md has it; None if there is none.
+
+    layers: anything with a position and a window.
+    scaled: whether the config scales the rotation already.
+    """
+    positions = {layer.position for layer in layers}
+    if not positions or not positions <= {"rope", "none"}:
+        return None
+    rescaling = "ntk" if scaled else "yarn"
+    if positions == {"rope"}:
+        return rescaling
+    if positions == {"none"}:
+        return "headscale"
+    windowed = all(layer.window for layer in layers if layer.position == "rope")
+    return "headlog" if windowed else f"{rescaling}+headscale"
 
 
 def search_windows(
@@ -400,7 +423,8 @@ def _fit_best(
     details: dict[str, dict[str, Any]] = {}
     for name in candidate_methods(["auto"], layers, model, job):
         details[name] = {}
-        patches[name] = METHODS[name](model, replace(job, details=details[name]), config)
+        own_job = replace(job, details=details[name])
+        patches[name] = _fit_in_turn(model, own_job, config, name.split("+"))
         if name == "uniform" and config.search.steps and not config.search.init:
             # The searches of Wang 2024 start from it.
             scales = patches[name].scales
@@ -416,7 +440,10 @@ def _fit_best(
             "swan.tokens"
         )
         del patches["swan"]
-    losses = {name: _patched_loss(model, patch, job.choose) for name, patch in patches.items()}
+    advance, losses = job.progress("compare", len(patches)), {}
+    for name, patch in patches.items():
+        losses[name] = _patched_loss(model, patch, job.choose)
+        advance(1, f"{name}: loss {losses[name]:.4f}")
     best = lowest_loss(losses)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
     job.details.update(details[best])
@@ -425,6 +452,18 @@ def _fit_best(
         f"auto chose {best}: loss {losses[best]:.4f} on the choose split, against {others}"
     )
     return patches[best], tuple(notes)
+
+
+def _fit_in_turn(
+    model: PreTrainedModel, job: FitJob, config: ExtendConfig, names: Sequence[str]
+) -> Patch:
+    """Fit each method on the model that those before it patched; the model is left as it was."""
+    patch = METHODS[names[0]](model, job, config)
+    for name in names[1:]:
+        with _patched(model, patch):
+            part = METHODS[name](model, job, config)
+        patch = patch.then(part)
+    return patch
 
 
 def _patched_loss(model: PreTrainedModel, patch: Patch, windows: Tensor) -> float:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.layout import MIN_PERIOD, MIN_WINDOW, LayerLayout, Layout
+from farspan.attention.model_facts import forward_flops
 from farspan.attention.patch import Patch, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
@@ -411,21 +412,8 @@ def distillation_flops(
 ) -> float:
     """Of one token: the forward and backward pass of the model, whose layers are `layers`, and the
     forward pass of its base; without base layers, of the model alone."""
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    matrices = sum(weight.numel() for weight in model.parameters())
-    matrices -= 0 if head is table else table.numel()
-    learning, teaching = (
-        2 * matrices + sum(_attention_flops(layer, length) for layer in each) if each else 0.0
-        for each in (layers, base)
-    )
-    return 3 * learning + teaching
-
-
-def _attention_flops(layer: Layer, length: int) -> float:
-    """Of the scores and the weighted values of one token, forward, on average over a text."""
-    window = min(layer.window or length, length)
-    mean_keys = window - window * (window - 1) / (2 * length)
-    return 4 * layer.heads * layer.head_dim * mean_keys
+    teaching = forward_flops(model, base, length) if base else 0.0
+    return 3 * forward_flops(model, layers, length) + teaching
 
 
 def planned_layers(layers: Sequence[Layer], config: SwanConfig, train_length: int) -> list[Layer]:

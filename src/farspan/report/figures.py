@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from farspan.diagnosis.result import Diagnosis
+from farspan.diagnosis.result import Diagnoses, Diagnosis
+from farspan.errors import FarspanError
 from farspan.evals.results import EvalResult
 from farspan.evals.scores import Score
 from farspan.report.style import (
@@ -27,6 +28,7 @@ from farspan.report.style import (
     minor_tick_label,
     set_position_axis,
 )
+from farspan.summaries import draw
 
 BOUND = "upper bound: ln n"
 Cell = dict[str, Any]  # the results of one model, method, factor and seed of a study
@@ -44,6 +46,16 @@ def diagnosis_figures(diagnoses: Sequence[Diagnosis]) -> dict[str, Figure]:
         if diagnosis.scales is not None and np.ptp(_scales_at_end(diagnosis)) > 0:
             figures[f"scale_against_entropy{suffix}"] = scale_against_entropy(diagnosis)
     return figures
+
+
+@draw.register
+def _(diagnosis: Diagnosis) -> Figure:
+    return loss_and_entropy([diagnosis])
+
+
+@draw.register
+def _(diagnoses: Diagnoses) -> Figure:
+    return loss_and_entropy(diagnoses)
 
 
 def loss_and_entropy(diagnoses: Sequence[Diagnosis]) -> Figure:
@@ -375,6 +387,15 @@ def evaluation_figures(result: EvalResult) -> dict[str, Figure]:
     if "passkey_at_depth" in metrics:
         figures["passkey"] = passkey_heatmap(models, result.train_length)
     return figures
+
+
+@draw.register
+def _(result: EvalResult) -> Figure:
+    for figure in evaluation_figures(result).values():
+        return figure
+    raise FarspanError(
+        f"suite {result.suite} has no figure; suites with perplexity or passkeys have one"
+    )
 
 
 def perplexity_by_length(models: Mapping[str, Sequence[Score]], train_length: int | None) -> Figure:

@@ -38,13 +38,14 @@ from farspan.lab.theorems import (
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.loading import check_source, load, resolve_device
 from farspan.model.loss import token_losses
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.workflows.diagnose import model_names
 from farspan.workflows.lab import resolve_task
 
 
+@shows_progress
 def compare_attention(
     models: Sequence[str],
     data: str | None = None,
@@ -60,7 +61,7 @@ def compare_attention(
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     say: Callable[[str], None] = lambda text: None,
 ) -> AttentionComparison:
     """Compare the attention of models on text, or on examples of a lab task.

@@ -46,6 +46,8 @@ from farspan.loading import (
     upcast_small_model,
 )
 from farspan.model.loss import last_logits, token_losses
+from farspan.model_objects import ModelLike, accepts_model_objects
+from farspan.summaries import Summarized
 
 LONGEST = 4096  # tokens, unless the train length is longer or --length says so
 PROMPTS = 32  # lengths of greedy continuations
@@ -54,8 +56,8 @@ SURE = 0.1  # nats between the two likeliest tokens, from which on rounding chan
 LOSSES, CONTINUATIONS = "log-probabilities", "greedy continuations"
 
 
-@dataclass(frozen=True)
-class CheckResult:
+@dataclass(frozen=True, repr=False)
+class CheckResult(Summarized):
     """Whether an engine computes what the model does here."""
 
     model: str
@@ -99,8 +101,9 @@ class CheckResult:
         return {**asdict(self), "holds": self.holds, "sentence": self.sentence}
 
 
+@accepts_model_objects
 def check(
-    model: str | Path,
+    model: ModelLike,
     engine: str | Path,
     *,
     length: int | None = None,

@@ -20,14 +20,15 @@ from farspan.evals.pairs import (
 from farspan.files import write_text
 from farspan.report.comparison import ComparedScore, long_rows, markdown_table, table_rows
 from farspan.report.page import Run, scores_by_model
+from farspan.summaries import Summarized
 from farspan.workflows.report import read_runs
 
 SUFFIXES = (".md", ".csv", ".json")
 UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
 
 
-@dataclass(frozen=True)
-class CompareResult:
+@dataclass(frozen=True, repr=False)
+class CompareResult(Summarized):
     """Every score of every run, with differences to the first run."""
 
     reference: str

@@ -21,30 +21,33 @@ from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.diagnosis.curves import check_losses, measure_curves
 from farspan.diagnosis.knees import KneeRule
-from farspan.diagnosis.result import Diagnosis
+from farspan.diagnosis.result import Diagnoses, Diagnosis
 from farspan.diagnosis.verdict import assess
 from farspan.errors import FarspanError, first_line
 from farspan.files import check_absent, new_folder
+from farspan.lengths import parse_lengths
 from farspan.loading import (
     LoadOptions,
     check_source,
     find_patch,
-    load_config,
-    load_gguf_config,
+    find_train_length,
     resolve_device,
 )
 from farspan.model.loss import token_losses
-from farspan.progress import Progress, silent
+from farspan.model_objects import ModelLike, accepts_model_objects
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.record import write_record
 from farspan.report import figures, style
 
 MIN_BINS, BINS_INSIDE = 256, 64  # position bins: in total, and inside the train length
 
 
+@accepts_model_objects
+@shows_progress
 def diagnose(
-    models: str | Path | Sequence[str | Path],
+    models: ModelLike | Sequence[ModelLike],
     data: str | Path = "python-docs",
-    lengths: Sequence[int] = (),
+    lengths: Sequence[int] | str = (),
     *,
     scales: Sequence[float] = (),
     windows: int = 8,
@@ -55,21 +58,25 @@ def diagnose(
     device: str | None = None,
     trust_remote_code: bool = False,
     rule: KneeRule | None = None,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     say: Callable[[str], None] = lambda text: None,
-) -> list[Diagnosis]:
+) -> Diagnoses:
     """One diagnosis per model or, with `scales`, per model and uniform scale.
 
-    Each window is read once at the largest length; default: twice the longest train length.
+    models: one model or several: names, paths, model objects, or what `load` returns.
+    lengths: as [512, 1024] or "256:4096" (doublings). Each window is read once at the largest
+        length; default: twice the longest train length.
     With `out`, a record and figures are written to that folder.
     bos: whether windows begin with a begin-of-text token: yes, no, or auto, by each model's
         metadata, and where they are silent by its loss.
 
-    >>> farspan.diagnose("path/to/model", lengths=[512, 4096])[0].verdict
+    >>> diagnoses = farspan.diagnose("nope-twin", lengths="256:1024", windows=1)
+    >>> diagnoses[0].train_length
+    512
     """
-    sources = [models] if isinstance(models, str | Path) else list(models)
+    sources: list[Any] = [models] if isinstance(models, str | Path) else list(models)
     rule = rule or KneeRule()
-    lengths = lengths or default_lengths(sources, train_length, position, trust_remote_code)
+    lengths = parse_lengths(lengths) or default_lengths(sources, train_length, trust_remote_code)
     if min(lengths) < 2:
         raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; use 2 or more")
     check_choice(bos)
@@ -111,18 +118,17 @@ def diagnose(
             "rule": asdict(rule),
         }
         _write(Path(out), diagnoses, text_read, settings)
-    return diagnoses
+    return Diagnoses(diagnoses)
 
 
 def default_lengths(
     sources: Sequence[str | Path],
     train_length: int | None = None,
-    position: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[int]:
     """Half the longest train length, all of it, and twice as much."""
     if train_length is None:
-        train_lengths = [_train_length(source, position, trust_remote_code) for source in sources]
+        train_lengths = [find_train_length(source, trust_remote_code) for source in sources]
         if None in train_lengths:
             raise FarspanError(
                 f"{sources[train_lengths.index(None)]} does not state its train length; "
@@ -130,16 +136,6 @@ def default_lengths(
             )
         train_length = max(length for length in train_lengths if length is not None)
     return [max(2, train_length // 2), train_length, 2 * train_length]
-
-
-def _train_length(source: str | Path, position: str | None, trust_remote_code: bool) -> int | None:
-    """The train length of a model whose weights are not loaded."""
-    if (patch := find_patch(source)) is not None:
-        return patch.train_length
-    if Path(source).suffix == ".gguf":
-        return config_train_length(load_gguf_config(Path(source)))
-    config = load_config(source, position=position, trust_remote_code=trust_remote_code)
-    return config_train_length(config)
 
 
 @dataclass(frozen=True, eq=False)

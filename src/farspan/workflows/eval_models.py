@@ -50,6 +50,7 @@ def load_eval_model(source: str | Path, options: LoadOptions, bos: str = "auto")
         passkeys_in_training(source),
         model_identity(model, tokenizer, patch),
         begin,
+        layers,
     )
 
 

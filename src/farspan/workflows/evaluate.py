@@ -51,10 +51,12 @@ from farspan.loading import (
     find_train_length,
 )
 from farspan.model.compile import compiled_layers
-from farspan.progress import Progress, silent
+from farspan.model_objects import ModelLike, accepts_model_objects
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.sharding import processes
+from farspan.workflows.eval_estimate import EvalClock
 from farspan.workflows.eval_models import load_eval_model
 from farspan.workflows.evaluate_engine import (
     check_engine_options,
@@ -68,56 +70,64 @@ COMPILE_FROM = 1e16  # tokens × parameters of work from which compiling pays on
 
 
 @renamed_arguments(source="model", vs="baseline", require="gate", items="limit")
+@accepts_model_objects
+@shows_progress
 def evaluate(
-    model: str | Path,
+    model: ModelLike,
     suite: str = "quick",
     out: str | Path = "eval",
     *,
-    baseline: str | Path | None = None,
+    baseline: ModelLike | None = None,
     gate: Sequence[str] = (),
+    preset: str | None = None,
     config: EvalConfig | None = None,
     position: str | None = None,
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> EvalResult:
     """Measure a model; cells that the results folder `out` already holds are not measured again.
 
-    model: whatever `load` takes, or the URL of a server that `engine=EngineOptions(…)` describes.
+    model: a name or path, a model object, what `load` returns, or the URL of a server.
     suite: quick, paper, perplexity, passkey, needle, nonliteral, ruler, longbench, commonsense.
     baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
+    preset: quick (less text, on a CPU the default) or full.
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
         seed, tasks, apply_chat_template, system_instruction, threshold, engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
-    >>> farspan.evaluate("nope-twin", "quick", "results").scores[0].value
+
+    >>> farspan.evaluate("nope-twin", "perplexity", "results", lengths="256", windows=1).suite
+    'perplexity'
     """
-    state, config = processes(), (config or EvalConfig()).with_settings(settings)
+    device = device or processes().device
+    if preset := preset or _default_preset(model, device, config):
+        settings["preset"] = preset
+    config = (config or EvalConfig()).with_settings(settings)
     check_engine_options([model, baseline], config.engine)
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
-    options: LoadOptions = {
-        "position": position,
-        "device": device or state.device,
-        "trust_remote_code": trust_remote_code,
-        "progress": progress,
-    }
+    options = LoadOptions(device=device, trust_remote_code=trust_remote_code, progress=progress)
     baseline_position = None if baseline is None else _position(baseline, model, position)
     if baseline is not None and not is_url(baseline):  # refused before the model is measured
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
-    if config.metric == LONGPPL:
-        source = config.engine.tokenizer if is_url(baseline or model) else baseline or model
-        train_length = find_train_length(source, trust_remote_code)
-        run = replace(run, evaluator=Evaluator(str(baseline or model), train_length))
-    options["position"] = _position(model, baseline, position)
-    measured = [run.measure(model, options)]
+    run = run.with_evaluator(baseline or model, trust_remote_code)
+    measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
     if baseline is not None:
         options["position"] = baseline_position
         measured.append(run.measure(baseline, options, measured[0]))
     return run.finish(measured, list(gate), options)
+
+
+def _default_preset(
+    model: Any, device: str | torch.device, config: EvalConfig | None
+) -> str | None:
+    """quick for a model that runs here, on a CPU, unless a config gives all settings."""
+    slow = config is None and not is_url(model) and torch.device(device).type == "cpu"
+    return "quick" if slow else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +190,14 @@ class _EvalRun:
         _check_suite(out, name)
         return cls(name, suite, config, texts, parsed, out, progress, say, bos)
 
+    def with_evaluator(self, model: str | Path, trust_remote_code: bool) -> _EvalRun:
+        """The run with the model that chooses the key tokens of LongPPL, if that is measured."""
+        if self.config.metric != LONGPPL:
+            return self
+        source = self.config.engine.tokenizer if is_url(model) else model
+        train_length = find_train_length(source, trust_remote_code)
+        return replace(self, evaluator=Evaluator(str(model), train_length))
+
     def measure(
         self, source: str | Path, options: LoadOptions, compared: _Measurement | None = None
     ) -> _Measurement:
@@ -208,7 +226,7 @@ class _EvalRun:
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
         if isinstance(model.model, Engine):
             model.model.answers = Cells(self.out / "answers", say=self.say)
-        samples = _run_cells(model, evaluations, cells, self.progress)
+        samples = _run_cells(model, evaluations, cells, self)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
         for evaluation, group in zip(evaluations, samples, strict=True):
             if isinstance(evaluation, NonLiteral):
@@ -356,7 +374,10 @@ def _notes(model: EvalModel, plan: EvalPlan, evaluations: Sequence[Eval]) -> tup
 
 
 def _run_cells(
-    model: EvalModel, evaluations: Sequence[Eval], cells: Cells, progress: Progress
+    model: EvalModel,
+    evaluations: Sequence[Eval],
+    cells: Cells,
+    run: _EvalRun,
 ) -> list[list[Sample]]:
     """The samples of each evaluation: first the cells that no process has claimed, length by
     length, then those that others compute."""
@@ -366,7 +387,11 @@ def _run_cells(
         for each in evaluations
     ]
     every_cell = {key: item for items in by_evaluation for key, item in items.items()}
-    advance, counted = progress(model.name, len(every_cell)), set()
+    missing = {key: cell for key, (_, cell) in every_cell.items() if cells.get(key) is None}
+    clock = EvalClock(model, missing, run.config.preset)
+    if clock.worth_saying:
+        run.say(f"{model.name}: {clock.sentence(len(every_cell))}")
+    advance, counted = run.progress(model.name, len(every_cell)), set()
     # Passkey prompts share a prefix; the cache lives for this run, in which the model is fixed.
     has_passkeys = any(isinstance(each, Passkey) for each in evaluations)
     local = None if isinstance(model.model, Engine) else model.model
@@ -375,7 +400,7 @@ def _run_cells(
     def on_done(key: str) -> None:
         if key not in counted:
             counted.add(key)
-            advance(1, _label(every_cell[key][1]))
+            advance(1, f"{_label(every_cell[key][1])}{clock.left_after(key)}")
 
     def work(item: tuple[Eval, EvalCell]) -> dict[str, Any]:
         if isinstance(model.model, Engine):
@@ -388,8 +413,8 @@ def _run_cells(
         return {**shared, "name": model.name, **asdict(item[1])}
 
     for group in _groups(every_cell):
-        missing = [cell for key, (_, cell) in group.items() if cells.get(key) is None]
-        with _maybe_compiled(local, missing) if local else nullcontext():
+        todo = [cell for key, (_, cell) in group.items() if cells.get(key) is None]
+        with _maybe_compiled(local, todo) if local else nullcontext():
             compute_unclaimed(cells, group, work, describe=describe, on_done=on_done)
     results = finish(cells, every_cell, work, describe=describe, on_done=on_done)
     return [

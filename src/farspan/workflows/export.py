@@ -25,7 +25,9 @@ from farspan.formats.growth import describe_growth
 from farspan.formats.layout import describe_config
 from farspan.formats.registry import FORMATS, ExportJob
 from farspan.loading import find_patch, load, resolve_device
+from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.record import write_record
+from farspan.summaries import Summarized
 from farspan.workflows.inspect import describe_patch
 
 TOKENS = 256  # compared within the train length, and as many just beyond it
@@ -33,8 +35,8 @@ MAX_TRAIN_LENGTH = 16_384  # above it, no prompt beyond the train length is comp
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class ExportResult:
+@dataclass(frozen=True, repr=False)
+class ExportResult(Summarized):
     """What was written, and how it compares with the live model.
 
     proofs: "inside" the train length, and "beyond" it where the model and the machine allow that.
@@ -55,8 +57,9 @@ class ExportResult:
 
 
 @renamed_arguments(source="model")
+@accepts_model_objects
 def export(
-    model: str | Path,
+    model: ModelLike,
     out: str | Path,
     format: str,
     *,
@@ -67,12 +70,15 @@ def export(
 ) -> ExportResult:
     """Write a patched model, or any model, as live, folded, stock, peft or gguf, and prove it.
 
-    model: a patch folder, or any model that `load` accepts.
+    model: a patch folder, any other name or path, a model object, or what `load` returns.
+    format: live (farspan), folded (scales in the weights), stock (plain transformers), peft
+        (adapter) or gguf (llama.cpp).
     out: a new folder.
     dtype: of the written weights. Narrower types than float32 round, and the proof allows for that.
         live keeps the dtype of the base model and peft writes float32, so they accept no other.
 
-    >>> farspan.export("runs/extended", "exported", "stock").proofs["inside"].max_abs_logit
+    >>> farspan.export("rope-twin", "exported", "stock").proofs["inside"].holds
+    True
     """
     _check_options(format, dtype)
     check_absent(Path(out))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,9 +33,10 @@ from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError, first_line
 from farspan.evals.passkey import passkey_accuracy, scored_documents
 from farspan.files import check_absent, new_folder, write_bytes, write_text
-from farspan.lengths import doublings
+from farspan.lengths import doublings, parse_length
 from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
+from farspan.methods.presets import choose_preset, preset_config
 from farspan.methods.registry import (
     SCALE_METHODS,
     TRAINED_METHODS,
@@ -52,28 +54,35 @@ from farspan.methods.registry import (
     start_from,
     unused_settings,
 )
-from farspan.methods.swan import DistillPlan, distillation_flops, planned_layers
 from farspan.model.loss import last_logits_cpu, token_losses
-from farspan.progress import Progress, silent
+from farspan.model_objects import ModelLike, accepts_model_objects
+from farspan.progress import Progress, Stage, automatic, shows_progress, with_total
 from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
+from farspan.summaries import Plotted, draw
 from farspan.train.loop import LOCK, lock_run
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.train.sharding import processes
+from farspan.workflows.extend_estimate import (
+    ExtendEstimate,
+    Speed,
+    distillation_cost,
+    extension_stages,
+)
 from farspan.workflows.inspect import describe_temperatures
-from farspan.workflows.pretrain import matmul_flops_per_second
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
 CLAIM = "claim.toml"  # of a search folder: what its checkpoints belong to
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
 
 Data = str | Path | Mapping[str, str | Path]
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, eq=False)
-class ExtendResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class ExtendResult(Plotted):
     """The patch, and what it gains and costs."""
 
     patch: Patch
@@ -87,6 +96,25 @@ class ExtendResult:
     notes: tuple[str, ...]
     details: dict[str, Any] = field(default_factory=dict)  # what the methods measured and chose
 
+    def facts(self) -> dict[str, str]:
+        changes = {
+            name: f"{self.before[name]:.3f} before, {self.after[name]:.3f} after"
+            for name in self.after
+        }
+        base = self.patch.label or self.patch.name
+        return {
+            "patch": f"{self.patch.method} for {self.patch.target:,} tokens, in {self.folder}",
+            "model": f"{base}, trained on {self.patch.train_length:,} tokens",
+            **changes,
+            "notes": "; ".join(self.notes),
+        }
+
+
+@draw.register
+def _(result: ExtendResult) -> Figure:
+    title = result.patch.label or result.patch.name
+    return figures.loss_curves(result.curves, result.patch.train_length, title)
+
 
 @dataclass(frozen=True, eq=False)
 class _ExtendRun:
@@ -97,11 +125,14 @@ class _ExtendRun:
     start: Patch | None  # the patch
     names: list[str]
     config: ExtendConfig
+    preset: str | None  # None: a recipe
+    overrides: tuple[str, ...]
     position: str | None
     bos: str
     device: str
     trust_remote_code: bool
     progress: Progress
+    say: Say
 
     @property
     def method(self) -> str:
@@ -121,12 +152,15 @@ class _ExtendRun:
 
 
 @renamed_arguments(source="model")
+@accepts_model_objects
+@shows_progress
 def extend(
-    model: str | Path,
-    to: int,
-    out: str | Path,
+    model: ModelLike,
+    to: int | str,
+    out: str | Path | None = None,
     method: str = "auto",
     *,
+    preset: str | None = None,
     data: Data = DEFAULT_TEXT,
     recipe: ExtendConfig | str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -135,25 +169,35 @@ def extend(
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
+    say: Say = lambda text: None,
 ) -> ExtendResult:
     """Extend a model to `to` tokens: fit `method` and write the patch to the new folder `out`.
 
-    method: one of METHODS, several joined with +, or auto.
+    model: a name or path, a model object, or what `load` returns.
+    to: the target length, as 2048 or "16k".
+    out: default: the name of the model and the target, as nope-twin-1024.
+    method: uniform, headscale, headlog, piecewise, logn, llama4, ssmax (attention scales); pi, ntk,
+        dynamic-ntk, yarn, drope (RoPE); swan, continue (weights); two joined with +; or auto.
+    preset: quick (minutes for a small model on a CPU) or full; default: quick on a CPU.
     data: one corpus, which is split to search on, choose by and report on; or these three by name.
     recipe, overrides: the settings, as a name, .toml file or ExtendConfig, and as "key=value".
     bos: whether texts begin with a begin-of-text token: yes, no, or auto, by the model's metadata,
         and where they are silent by its loss. The patch remembers it.
 
-    >>> farspan.extend("nope-twin", to=1024, out="nope-1k", method="headscale")
+    >>> result = farspan.extend("rope-twin", to="1k", out="rope-1k", method="yarn")
+    >>> result.after["loss@1024"] < result.before["loss@1024"]
+    True
     """
-    run = _make_run(
-        model, method, recipe, overrides, position, bos, device, trust_remote_code, progress
-    )
-    out, state = Path(out), processes()
-    check_absent(out)
+    given = (method, preset, recipe, overrides, position, bos, device, trust_remote_code)
+    run = _make_run(model, *given, progress, say)
+    to = parse_length(to)
+    out, state = Path(out or f"{Path(str(model)).name}-{to}"), processes()
+    _check_output(out)
     prepared = _prepare(run, data, to, train_length, out)
     with _search_folder(prepared.job, run):
+        check_absent(out)  # another process may have written it before this one got the lock
+        prepared = _announce(prepared)
         result = _fit(prepared, out)
         if state.is_main_process:
             result = _save(result, prepared)
@@ -161,11 +205,14 @@ def extend(
     return result
 
 
+@accepts_model_objects
+@shows_progress
 def estimate_extension(
-    model: str | Path,
-    to: int,
+    model: ModelLike,
+    to: int | str,
     method: str = "auto",
     *,
+    preset: str | None = None,
     data: Data = DEFAULT_TEXT,
     recipe: ExtendConfig | str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -174,53 +221,61 @@ def estimate_extension(
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
 ) -> ExtendEstimate:
     """Check the arguments of `extend` and estimate its cost, without fitting or writing anything.
 
     >>> farspan.workflows.extend.estimate_extension("rope-twin", 16_384, "swan").tokens
     31981568
     """
-    run = _make_run(
-        model, method, recipe, overrides, position, bos, device, trust_remote_code, progress
-    )
-    prepared = _prepare(run, data, to, train_length, Path("unused"))
+    given = (method, preset, recipe, overrides, position, bos, device, trust_remote_code)
+    run = _make_run(model, *given, progress, lambda text: None)
+    prepared = _prepare(run, data, parse_length(to), train_length, Path("unused"))
+    return _estimate(prepared)[0]
+
+
+def _announce(prepared: _Prepared) -> _Prepared:
+    """Say what the extension will take; its progress then shows the remaining time of it all."""
+    estimate, stages = _estimate(prepared)
+    run = prepared.run
+    run.say(f"{', '.join(estimate.methods)}: {estimate.sentence}")
+    progress = with_total(run.progress, stages)
+    job, run = replace(prepared.job, progress=progress), replace(run, progress=progress)
+    return replace(prepared, run=run, job=job)
+
+
+def _estimate(prepared: _Prepared) -> tuple[ExtendEstimate, list[Stage]]:
+    run, model, job = prepared.run, prepared.model, prepared.job
+    candidates = candidate_methods(run.names, prepared.layers, model, job)
+    speed = Speed.measure(model, prepared.layers, job, candidates)
+    is_auto = run.names == ["auto"]
+    stages = extension_stages(speed, job, run.config, candidates, is_auto)
+    full = read_extend_config(overrides=run.overrides)
+    stages_of_full = extension_stages(speed, job, full, candidates, is_auto)
     text = {name: windows.ids.numel() for name, windows in prepared.splits.items()}
-    candidates = candidate_methods(run.names, prepared.layers, prepared.model, prepared.job)
-    if "swan" not in candidates:
-        return ExtendEstimate(tuple(candidates), text, prepared.notes)
-    length, layers = prepared.job.train_length, prepared.layers
-    plan = DistillPlan.make(run.config.swan, run.config.tuning, length)
-    converted = planned_layers(layers, run.config.swan, length)
-    flops = plan.tokens * distillation_flops(prepared.model, converted, layers, plan.length)
-    on_gpu = prepared.model.device.type == "cuda"
-    rate = processes().num_processes * matmul_flops_per_second(on_gpu, run.device)
-    return ExtendEstimate(
-        tuple(candidates), text, prepared.notes, plan.tokens, plan.steps, flops, rate
+    seconds: dict[str, float] = {}
+    for stage in stages:
+        seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
+    distilled: dict[str, Any] = {}
+    if "swan" in candidates:
+        cost = distillation_cost(model, prepared.layers, job, run.config)
+        distilled = {"tokens": cost.tokens, "steps": cost.steps, "flops": cost.flops}
+    estimate = ExtendEstimate(
+        tuple(candidates),
+        text,
+        prepared.notes,
+        run.preset,
+        seconds,
+        sum(stage.seconds for stage in stages_of_full),
+        **distilled,
     )
-
-
-@dataclass(frozen=True)
-class ExtendEstimate:
-    """The cost of an extension; keys of --json. Without trained weights, tokens is 0."""
-
-    methods: tuple[str, ...]  # more than one if auto chooses among them
-    text: dict[str, int]  # tokens of each split
-    notes: tuple[str, ...]
-    tokens: int = 0  # that weights are trained on
-    steps: int = 0
-    flops: float = 0.0
-    rate: float = 0.0  # FLOP/s of matrix products on this device, measured now
-
-    @property
-    def seconds(self) -> float:
-        """A lower bound: the time of the matrix products."""
-        return self.flops / self.rate if self.flops else 0.0
+    return estimate, stages
 
 
 def _make_run(
-    model: str | Path,
+    model: Any,
     method: str,
+    preset: str | None,
     recipe: ExtendConfig | str | Path | None,
     overrides: Sequence[str],
     position: str | None,
@@ -228,17 +283,33 @@ def _make_run(
     device: str | None,
     trust_remote_code: bool,
     progress: Progress,
+    say: Say,
 ) -> _ExtendRun:
     check_choice(bos)
-    config, names = read_extend_config(recipe, overrides), parse_methods(method)
-    check_unused_settings(names, config)
-    device, source, start = device or str(processes().device), model, find_patch(model)
+    names, device = parse_methods(method), device or str(processes().device)
+    preset = choose_preset(preset, recipe, device)
+    default = preset_config(preset)
+    config = read_extend_config(default if recipe is None else recipe, overrides)
+    check_unused_settings(names, config, default)
+    source, start = model, find_patch(model)
     if start is not None:
         check_start(model, start, names)
         source = base_source(Path(resolve_bundled(model)), start)
         position = position or start.position
     return _ExtendRun(
-        model, source, start, names, config, position, bos, device, trust_remote_code, progress
+        model,
+        source,
+        start,
+        names,
+        config,
+        preset,
+        tuple(overrides),
+        position,
+        bos,
+        device,
+        trust_remote_code,
+        progress,
+        say,
     )
 
 
@@ -279,7 +350,8 @@ def _prepare(
     if run.start is not None:
         job = start_from(run.start, job, str(run.model))
         notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
-    unused = unused_settings(run.names, layers, model, job, run.config)
+    default = preset_config(run.preset)
+    unused = unused_settings(run.names, layers, model, job, run.config, default)
     return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused), begin)
 
 
@@ -317,7 +389,7 @@ def _make_job(
         name=str(run.model),
         position=run.position,
         seed=run.config.seed,
-        folder=out.with_name(f".{out.name}.search"),
+        folder=_search_path(out),
         tokenizer=tokenizer,
         begin=tuple(begin_of_text(tokenizer)),
         progress=run.progress,
@@ -409,6 +481,20 @@ def _split_text(
     }
 
 
+def _check_output(out: Path) -> None:
+    """Refuse an output that is there already; remove what the kill of its process left."""
+    folder = _search_path(out)
+    if out.exists() and folder.is_dir() and not (folder / CLAIM).exists():
+        with suppress(FarspanError), lock_run(folder):  # refused while its process lives
+            _remove_search(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    check_absent(out)
+
+
+def _search_path(out: Path) -> Path:
+    return out.with_name(f".{out.name}.search")
+
+
 @contextmanager
 def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
     """Resume an interrupted search of the same extension, refuse another one's, clean up.
@@ -444,7 +530,8 @@ def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
                 ) from error
             raise
         if is_main:
-            _remove_search(folder)
+            with suppress(OSError):  # the patch is written; the next command removes the rest
+                _remove_search(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -489,11 +576,11 @@ def _fit(prepared: _Prepared, out: Path) -> ExtendResult:
     run, model, job = prepared.run, prepared.model, prepared.job
     report = prepared.splits["report"].ids
     with _scaled(model, job.start):
-        before, base_curve = _measure(model, prepared.tokenizer, report, job, run.config)
+        before, base_curve = _measure(model, prepared.tokenizer, report, job, run.config, "before")
         check_losses(model, torch.from_numpy(base_curve), job.name)
     start = run.start and replace(run.start, scales=None)
     patch, notes = fit_methods(model, prepared.layers, job, run.config, run.names, start)
-    after, curve = _measure(model, prepared.tokenizer, report, job, run.config)
+    after, curve = _measure(model, prepared.tokenizer, report, job, run.config, "after")
     if not np.isfinite(curve).all():
         raise FarspanError(
             f"{job.name} extended by {patch.method} has losses that are not finite; choose another "
@@ -544,21 +631,26 @@ def _measure(
     windows: Tensor,
     job: FitJob,
     config: ExtendConfig,
+    when: str,
 ) -> tuple[dict[str, float], np.ndarray]:
     """Loss and passkey accuracy at the reported lengths, and the loss by position."""
     reset_dynamic_rope(model)
-    curve = loss_by_position(model, windows).numpy()
     lengths = reported_lengths(job)
-    positions = np.arange(1, len(curve) + 1)
-    values = {f"loss@{n}": mean_before(n, job.train_length, positions, curve) for n in lengths}
+    shortest = job.target + 1
     if config.passkeys:
         shortest = max(scored_documents(tokenizer).shortest, job.train_length)
-        for length in lengths:
-            if length >= shortest:
-                reset_dynamic_rope(model)
-                values[f"passkey@{length}"] = passkey_accuracy(
-                    model, tokenizer, length, keys=config.passkeys, seed=config.seed
-                )
+    read = [length for length in lengths if length >= shortest]
+    advance = job.progress(f"measure {when}", 1 + len(read))
+    curve = loss_by_position(model, windows).numpy()
+    advance(1, f"loss {curve.mean():.4f}")
+    positions = np.arange(1, len(curve) + 1)
+    values = {f"loss@{n}": mean_before(n, job.train_length, positions, curve) for n in lengths}
+    for length in read:
+        reset_dynamic_rope(model)
+        values[f"passkey@{length}"] = passkey_accuracy(
+            model, tokenizer, length, keys=config.passkeys, seed=config.seed
+        )
+        advance(1, f"passkeys at {length}: {values[f'passkey@{length}']:.2f}")
     return values, curve
 
 
@@ -588,12 +680,16 @@ def _with_absolute_base(patch: Patch, source: str | Path) -> Patch:
 def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
     """Write the patch folder, which appears only after the proof holds."""
     run, fitted = prepared.run, prepared.model
+    run.progress("verify", 1)
     with new_folder(result.folder) as folder:
         result.patch.write_into(folder)
         write_text(folder / "recipe.toml", to_toml(run.config))
         proof, effect = _prove(folder, fitted, run.load()[0], prepared.splits["report"].ids[:1])
         result = replace(result, proof=proof, effect=effect)
         _write_record(folder, result, prepared)
+        # From here on the search belongs to nobody: a kill before it is removed leaves no claim.
+        assert prepared.job.folder is not None
+        (prepared.job.folder / CLAIM).unlink(missing_ok=True)
     return result
 
 
@@ -643,6 +739,7 @@ def _write_record(folder: Path, result: ExtendResult, prepared: _Prepared) -> No
             "model": job.name,
             "to": job.target,
             "method": run.method,
+            "preset": run.preset,
             "train_length": job.train_length,
             "position": job.position,
             "device": prepared.model.device.type,

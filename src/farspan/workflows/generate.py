@@ -24,6 +24,7 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError
 from farspan.evals.decoding import default_generation_config, encode_prompt, end_tokens
 from farspan.loading import quiet, resolve_device
+from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import Progress, silent
 
 MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow
@@ -42,8 +43,9 @@ def read_prompt(file: Path) -> str:
 
 
 @renamed_arguments(source="model", tokens="max_new_tokens")
+@accepts_model_objects
 def generate(
-    model: str | Path,
+    model: ModelLike,
     prompt: str,
     *,
     max_new_tokens: int = 128,
@@ -62,7 +64,8 @@ def generate(
     bos: whether the prompt begins with a begin-of-text token: yes, no, or auto, by the model's
         metadata, and where they are silent by its loss.
 
-    >>> print("".join(farspan.generate("nope-twin", "The pass key is", max_new_tokens=8)))
+    >>> len("".join(farspan.generate("nope-twin", "The pass key is", max_new_tokens=2))) > 0
+    True
     """
     _check_settings(prompt, max_new_tokens, temperature, seed)
     loaded, tokenizer, begin = load_with_begin_of_text(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -38,8 +38,28 @@ from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
-from farspan.loading import find_patch, is_patch, load, load_config, load_gguf_config, quiet
+from farspan.loading import (
+    base_source,
+    find_patch,
+    is_patch,
+    load,
+    load_config,
+    load_gguf_config,
+    quiet,
+)
+from farspan.methods.rope import existing_rope_scaling
+from farspan.model_objects import ModelLike
+from farspan.progress import Progress, automatic, shows_progress
+from farspan.summaries import Summarized
+from farspan.workflows.inspect_summary import (
+    CacheReport,
+    cache_reports,
+    describe_rope_scaling,
+    next_commands,
+    stored_dtype,
+)
 
+STEPS = 4  # of the progress: load, probe, measure temperatures, fold
 CHECKED_TOKENS = 256
 CHECKED_DECODED = 8  # of them read one at a time from a cache
 FULL_SIZE_LIMIT = 300_000_000  # parameters of a model that is built whole if no small one can be
@@ -78,8 +98,8 @@ class SeamCheck:
     limit: float  # what rounding explains
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Summarized):
     """The result of `farspan inspect`; `to_json` has stable keys."""
 
     model: str
@@ -95,35 +115,67 @@ class Inspection:
     layers: tuple[LayerReport, ...]
     fold: FoldReport
     warnings: tuple[str, ...]
+    dtype: str = ""  # of the checkpoint, in which the cache is counted
+    rope: str | None = None  # the scaling and the base of its rotation, by the config
+    cache: tuple[CacheReport, ...] = ()  # by type of layer
+    next_commands: tuple[str, ...] = ()
     patch: dict[str, Any] | None = None  # what a patch folder adds to its base model
     seam_check: SeamCheck | None = None  # with `check`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def facts(self) -> dict[str, str]:
+        layers: dict[str, list[int]] = {}
+        for layer in self.layers:
+            window = f", window {layer.window:,}" if layer.window else ""
+            layers.setdefault(f"{layer.position}{window}", []).append(layer.index)
+        cache = sum(report.per_token for report in self.cache)
+        return {
+            "model": f"{self.model} ({self.family}, {self.parameters:,} parameters)",
+            "train length": f"{self.train_length:,} tokens" if self.train_length else "unknown",
+            "layers": "; ".join(f"{kind} in {format_ranges(at)}" for kind, at in layers.items()),
+            "rotation": self.rope or "",
+            "temperature": self.temperature or "",
+            "scales fold": f"into {self.fold.site}" if self.fold.possible else "no",
+            "KV cache": f"{cache:,} bytes per token in {self.dtype}" if cache else "",
+            "notes": "; ".join(self.warnings),
+            "next": "; ".join(self.next_commands),
+        }
+
 
 @renamed_arguments(source="model")
+@shows_progress
 def inspect(
-    model: str | Path | PreTrainedModel,
+    model: ModelLike,
     *,
     position: str | None = None,
     check: bool = False,
     trust_remote_code: bool = False,
+    progress: Progress = automatic,
 ) -> Inspection:
     """Inspect a model by running it on a few tokens.
+
+    model: a name or path, a model object, or what `load` returns.
 
     A folder with only a config, and a .gguf file, are inspected on a small random model with the
     same layers.
     check: compare the logits of the model with and without the attention seam.
 
-    >>> farspan.inspect("path/to/checkpoint").fold.possible
-    True
+    >>> farspan.inspect("nope-twin").layers[0].position
+    'none'
     """
+    advance = progress("inspect", STEPS)
+    if isinstance(model, tuple):  # what `load` returns
+        model = model[0]
     if isinstance(model, PreTrainedModel):
-        return _with_check(_inspect_model(model, type(model).__name__), model, check)
+        advance(1, "probe the layers")
+        return _with_check(_inspect_model(model, type(model).__name__, advance), model, check)
     folder, name = Path(model), str(model)
+    advance(0, "load the model")
     if folder.suffix == ".gguf" and not folder.is_dir() and not check:
-        return _inspect_config(load_gguf_config(folder), name, False, "only its header was read")
+        why = "only its header was read"
+        return _inspect_config(load_gguf_config(folder), name, False, advance, why)
     if folder.is_dir() and not is_patch(folder):
         config = load_config(folder, position=position, trust_remote_code=trust_remote_code)
         if not weight_files(folder):
@@ -132,17 +184,27 @@ def inspect(
                     f"--check runs the model itself, and {name} has no weights; leave --check out, "
                     "or give a folder with weights"
                 )
-            return _inspect_config(config, name, trust_remote_code)
+            return _inspect_config(config, name, trust_remote_code, advance)
     loaded = load(model, position=position, trust_remote_code=trust_remote_code).model
+    advance(1, "probe the layers")
     _check_weights(loaded, name)
-    inspection, patch = _inspect_model(loaded, name), find_patch(model)
+    inspection, patch = _inspect_model(loaded, name, advance), find_patch(model)
     inspection = _with_check(inspection, loaded, check)
-    if patch is None:
-        return inspection
+    return inspection if patch is None else _with_patch(inspection, folder, patch)
+
+
+def _with_patch(inspection: Inspection, folder: Path, patch: Patch) -> Inspection:
+    """The inspection of a patched model with what the patch changes."""
     parts = "; ".join(describe_patch(patch))
     note = f"patched by {patch.method} for {patch.target:,} tokens: {parts}"
-    warnings = (note, *inspection.warnings)
-    return replace(inspection, patch=patch.portable().describe(), warnings=warnings)
+    base = base_source(folder, patch)
+    command = f"farspan eval {inspection.model} --baseline {base} -o results"
+    return replace(
+        inspection,
+        patch=patch.portable().describe(),
+        warnings=(note, *inspection.warnings),
+        next_commands=(command,),
+    )
 
 
 def _with_check(inspection: Inspection, model: PreTrainedModel, check: bool) -> Inspection:
@@ -223,21 +285,27 @@ def _scale_statistics(patch: Patch) -> str:
 
 
 def _inspect_config(
-    config: PreTrainedConfig, name: str, trust_remote_code: bool, why: str = "no weights"
+    config: PreTrainedConfig,
+    name: str,
+    trust_remote_code: bool,
+    advance: Callable[..., None],
+    why: str = "no weights",
 ) -> Inspection:
     _check_heads(config)
     note = f"{why}: probed on a small random model with the same layers"
     try:
         with quiet():
+            advance(0, "build a small model with the same layers")
             parameters = count_parameters(config, trust_remote_code)
             try:
                 small = small_model(config, trust_remote_code)
-                return _inspect_model(small, name, config, parameters, [note])
+                advance(1, "probe the layers")
+                return _inspect_model(small, name, advance, config, parameters, [note])
             except Exception:  # a family whose sizes depend on each other
                 if parameters > FULL_SIZE_LIMIT:
                     raise
                 full = new_model(config, trust_remote_code).eval()
-                return _inspect_model(full, name, config, parameters, [note])
+                return _inspect_model(full, name, advance, config, parameters, [note])
     except FarspanError:
         raise
     except Exception as error:
@@ -250,15 +318,60 @@ def _inspect_config(
 def _inspect_model(
     model: PreTrainedModel,
     name: str,
+    advance: Callable[..., None],
     config: PreTrainedConfig | None = None,
     parameters: int | None = None,
     notes: Sequence[str] = (),
 ) -> Inspection:
     """`config` and `parameters` are those of the full model if `model` is a small stand-in."""
     stands_in, config = config is not None, _check_heads(config or model.config)
+    from_config = _describe_config(config, model, name, parameters, notes)
+    warnings = list(from_config.warnings)
+    try:
+        layers = probe(model)
+    except FarspanError as error:  # off the attention interface: only the config is left
+        return replace(from_config, warnings=(*warnings, str(error)))
+    reports = tuple(_layer_report(layer, config, stands_in) for layer in layers)
+    by_index = {report.index: report for report in reports}
+    repeated = repeated_layers(config) if stands_in else {}
+    if repeated.keys() - by_index.keys():
+        reports += tuple(
+            replace(by_index[other], index=index, claimed=claimed_position(config, index))
+            for index, other in repeated.items()
+            if other in by_index and index not in by_index
+        )
+        warnings.append(
+            f"layers {MAX_LAYERS}–{config.num_hidden_layers - 1} were not run: each is described "
+            f"by a layer of its kind, a multiple of {REPEATS} before it"
+        )
+    advance(1, "measure temperatures")
+    temperature, notes = describe_temperatures(model, layers, from_config.train_length)
+    advance(1, "fold scales")
+    scaled = existing_rope_scaling(config) is not None
+    return replace(
+        from_config,
+        cache=cache_reports(reports, stored_dtype(config, model)),
+        next_commands=next_commands(name, reports, from_config.train_length, scaled),
+        head_dim=layers[0].head_dim,
+        base_scale=layers[0].base_scale,
+        temperature=temperature,
+        query_norm=_query_norm(layers),
+        layers=reports,
+        fold=_fold_report(model, layers),
+        warnings=(*warnings, *notes, *_disagreements(reports)),
+    )
+
+
+def _describe_config(
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    name: str,
+    parameters: int | None,
+    notes: Sequence[str],
+) -> Inspection:
+    """What a config says of a model that is not probed yet."""
     heads, kv_heads = head_counts(config)
-    warnings = [*notes, *_config_warnings(config)]
-    from_config = Inspection(
+    return Inspection(
         model=name,
         family=config.model_type,
         parameters=parameters or _parameter_count(model),
@@ -281,35 +394,9 @@ def _inspect_model(
             for index in range(config.num_hidden_layers)
         ),
         fold=FoldReport(False, None, "the model does not support the attention seam", ()),
-        warnings=tuple(warnings),
-    )
-    try:
-        layers = probe(model)
-    except FarspanError as error:  # off the attention interface: only the config is left
-        return replace(from_config, warnings=(*warnings, str(error)))
-    reports = tuple(_layer_report(layer, config, stands_in) for layer in layers)
-    by_index = {report.index: report for report in reports}
-    repeated = repeated_layers(config) if stands_in else {}
-    if repeated.keys() - by_index.keys():
-        reports += tuple(
-            replace(by_index[other], index=index, claimed=claimed_position(config, index))
-            for index, other in repeated.items()
-            if other in by_index and index not in by_index
-        )
-        warnings.append(
-            f"layers {MAX_LAYERS}–{config.num_hidden_layers - 1} were not run: each is described "
-            f"by a layer of its kind, a multiple of {REPEATS} before it"
-        )
-    temperature, notes = describe_temperatures(model, layers, from_config.train_length)
-    return replace(
-        from_config,
-        head_dim=layers[0].head_dim,
-        base_scale=layers[0].base_scale,
-        temperature=temperature,
-        query_norm=_query_norm(layers),
-        layers=reports,
-        fold=_fold_report(model, layers),
-        warnings=(*warnings, *notes, *_disagreements(reports)),
+        warnings=(*notes, *_config_warnings(config)),
+        dtype=str(stored_dtype(config, model)).removeprefix("torch."),
+        rope=describe_rope_scaling(config),
     )
 
 

@@ -62,12 +62,13 @@ from farspan.lab.tasks import LabTask, draw_examples, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.loading import quiet, resolve_device
 from farspan.model import FarspanForCausalLM
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, automatic, shows_progress, silent
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import environment, write_record
 from farspan.report import lab_figures, style
 from farspan.report.study_tables import markdown
 from farspan.signals import end_with_parent
+from farspan.summaries import Summarized
 from farspan.train.pretrain import flops_per_token
 from farspan.workflows.pretrain import matmul_flops_per_second
 
@@ -111,8 +112,8 @@ def _table(document: dict[str, Any], key: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-@dataclass(frozen=True, eq=False)
-class LabResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class LabResult(Summarized):
     """The results of a study."""
 
     entries: list[LabEntry]
@@ -124,6 +125,7 @@ class LabResult:
 
 
 @renamed_arguments(source="recipe", changes="overrides")
+@shows_progress
 def run(
     recipe: str,
     overrides: Sequence[str],
@@ -131,7 +133,7 @@ def run(
     *,
     device: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     say: Say = lambda text: None,
 ) -> LabResult:
     """Train and evaluate the missing models of a study, wait for other processes, write results.
@@ -480,8 +482,8 @@ def accuracy_panels(study: LabStudy, entries: Sequence[LabEntry]) -> list[lab_fi
 # Dry run.
 
 
-@dataclass(frozen=True)
-class LabEstimate:
+@dataclass(frozen=True, repr=False)
+class LabEstimate(Summarized):
     """The cost of one network of a study, before training."""
 
     encoding: str

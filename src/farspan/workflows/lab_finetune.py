@@ -15,18 +15,19 @@ from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
 from farspan.lab.study import count_by_length
 from farspan.lab.tasks import find_task
 from farspan.loading import check_source, resolve_device
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.recipe import apply_overrides, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
+from farspan.summaries import Summarized
 from farspan.train.loop import StepMetrics
 from farspan.train.pretrain import check_same_recipe
 
 RECIPE = "recipe.toml"
 
 
-@dataclass(frozen=True, eq=False)
-class FinetuneResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class FinetuneResult(Summarized):
     """The exact match of a fine-tuned model, [correct, total] by length."""
 
     in_range: dict[str, list[int]]
@@ -39,6 +40,7 @@ class FinetuneResult:
         return accuracy(self.in_range) >= LEARNED_THRESHOLD
 
 
+@shows_progress
 def finetune(
     model: str,
     task: str,
@@ -46,7 +48,7 @@ def finetune(
     out: str | Path | None = None,
     *,
     device: str | None = None,
-    progress: Progress = silent,
+    progress: Progress = automatic,
 ) -> FinetuneResult:
     """Fine-tune a model on a lab task, or resume, and test it within and beyond the train lengths.
 

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from farspan.attention.patch import fingerprint
 from farspan.deprecation import renamed_arguments
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, install_hint
 from farspan.files import new_folder, read_json, write_manifest
 from farspan.loading import quiet, resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
+from farspan.summaries import Summarized
 from farspan.train.checkpoint import copy_tensors
 from farspan.train.corpus import TrainingData, find_files
 from farspan.train.loop import StepCallback, StepMetrics
@@ -48,8 +49,8 @@ def read_recipe(recipe: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     return load_recipe(PretrainConfig, recipe, overrides, recipe_dir=RECIPE_DIR)
 
 
-@dataclass(frozen=True)
-class PretrainEstimate:
+@dataclass(frozen=True, repr=False)
+class PretrainEstimate(Summarized):
     """The cost of a recipe, estimated without reading text or training; keys of --json."""
 
     parameters: int
@@ -125,8 +126,8 @@ def matmul_flops_per_second(half_precision: bool, device: str) -> float:
     return count * 2 * size**3 / (time.perf_counter() - start)
 
 
-@dataclass(frozen=True)
-class PretrainResult:
+@dataclass(frozen=True, repr=False)
+class PretrainResult(Summarized):
     """A finished run."""
 
     folder: Path
@@ -136,12 +137,13 @@ class PretrainResult:
 
 
 @renamed_arguments(source="recipe")
+@shows_progress
 def pretrain(
     recipe: str,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
     *,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     on_step: StepCallback = lambda metrics: None,
 ) -> PretrainResult:
     """Train a recipe, or resume its run, and write the finished model to OUT/model.
@@ -189,8 +191,8 @@ def _log_to_tensorboard(run: Path, on_step: StepCallback) -> StepCallback:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise FarspanError(
-            "train.tensorboard=true needs tensorboard; install it with "
-            "pip install 'farspan[tensorboard]'"
+            "train.tensorboard=true needs tensorboard, which is not installed; "
+            + install_hint("tensorboard")
         ) from None
     writers: list[Any] = []
 

@@ -12,7 +12,7 @@ import torch
 
 from farspan.attention.patch import Patch
 from farspan.data.jsonlines import read_rows
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, install_hint
 from farspan.files import read_json, write_text
 from farspan.loading import is_patch
 from farspan.report.page import SECTIONS, Run, page
@@ -162,7 +162,7 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise FarspanError(
-            "farspan report needs plotly, which is not installed; run pip install 'farspan[report]'"
+            f"farspan report needs plotly, which is not installed; {install_hint('report')}"
         ) from None
     return _packed(get_plotlyjs)
 

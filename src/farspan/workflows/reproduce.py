@@ -49,7 +49,7 @@ from farspan.loading import (
     resolve_device,
     upcast_small_model,
 )
-from farspan.methods.headscale import best_uniform
+from farspan.methods.headscale import SearchConfig, best_uniform
 from farspan.methods.registry import (
     check_compatible,
     fit_methods,
@@ -60,11 +60,12 @@ from farspan.methods.uniform import full_grid
 from farspan.model import FarspanConfig
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import losses_by_context
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, automatic, shows_progress
 from farspan.recipe import to_toml
 from farspan.report.figures import Figure, best_scales, method_losses, passkey_heatmap
 from farspan.report.study_tables import passkey_scores, study_report, summary_line
 from farspan.report.style import save
+from farspan.summaries import ResultList, draw
 from farspan.train.loop import StepMetrics
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
@@ -91,16 +92,29 @@ Result = dict[str, Any]
 Say = Callable[[str], None]
 
 
+class StudyResults(ResultList):
+    """The results of the cells of a study."""
+
+    def facts(self) -> dict[str, str]:
+        return {str(number): _result_line(result) for number, result in enumerate(self, 1)}
+
+
+@draw.register
+def _(results: StudyResults) -> Figure:
+    return method_losses(results)
+
+
 @renamed_arguments(source="study", changes="overrides")
+@shows_progress
 def reproduce(
     study: str,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
     *,
     device: str | None = None,
-    progress: Progress = silent,
+    progress: Progress = automatic,
     say: Say = lambda text: None,
-) -> list[Result]:
+) -> StudyResults:
     """Run the missing cells of a study and return the results of all its cells.
 
     The folder `out` (default: runs/STUDY) receives results.json, tables.md and figures. Several
@@ -151,7 +165,7 @@ def summarize(
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
     say: Say = lambda text: None,
-) -> list[Result]:
+) -> StudyResults:
     """Rewrite the report from the finished cells of a study and return their results."""
     recipe, out = read_study(study, overrides), study_folder(study, out)
     study_cells = list_cells(recipe)
@@ -196,7 +210,7 @@ def _results_of_last_run(study: ReproduceStudy, out: Path, say: Say) -> list[Res
 
 def _write_report(
     cells: Sequence[AnyCell], results: Mapping[AnyCell, Result], out: Path
-) -> list[Result]:
+) -> StudyResults:
     """Write the results in the order of the cells, as JSON, tables and figures."""
     measured = [results[cell] for cell in cells if isinstance(cell, StudyCell) and cell in results]
     grids = [results[cell] for cell in cells if isinstance(cell, GridCell) and cell in results]
@@ -209,7 +223,7 @@ def _write_report(
         figures["passkeys"] = passkey_heatmap(heatmaps, measured[0]["train_length"])
     for name, figure in figures.items():
         save(figure, out / name)
-    return measured
+    return StudyResults(measured)
 
 
 def _result_line(result: Result) -> str:
@@ -240,6 +254,8 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
         del settings["same_tokens"]
     if study.benchmarks == StudyBenchmarks():
         del settings["benchmarks"]
+    if study.extension.search.max_steps == SearchConfig.max_steps:
+        del settings["extension"]["search"]["max_steps"]
     return json.loads(json.dumps(settings))
 
 

@@ -1,0 +1,164 @@
+"""What an extension costs: the time of one window is measured, and multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
+from farspan.attention.probe import Layer
+from farspan.lengths import doublings
+from farspan.methods.headscale import VALIDATED, ScaledModel
+from farspan.methods.job import FitJob, grid_size
+from farspan.methods.registry import SCALE_METHODS, TUNING_STEPS, ExtendConfig
+from farspan.methods.rope import FACTORS, ROPE_SCALINGS
+from farspan.methods.schedules import SCHEDULES
+from farspan.methods.swan import SLOPES, DistillPlan, distillation_flops, planned_layers
+from farspan.methods.tuning import BATCH, FAIR_STEPS
+from farspan.methods.uniform import COARSE, STEP
+from farspan.progress import Stage, format_duration
+from farspan.summaries import Summarized
+from farspan.workflows.timing import ForwardSpeed, fastest_run, measured_part
+
+PASSKEY_DEPTHS = 10
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The time of passes over one window."""
+
+    forward: ForwardSpeed
+    backward: float  # a pass with the gradient of scales, in forward passes; 0: not needed
+
+    @classmethod
+    def measure(
+        cls,
+        model: PreTrainedModel,
+        layers: Sequence[Layer],
+        job: FitJob,
+        candidates: Sequence[str],
+    ) -> Speed:
+        """Run a window that is short enough to take a second or two."""
+        forward = ForwardSpeed.measure(model, layers, job.search[:1])
+        searches = any("headscale" in name or "headlog" in name for name in candidates)
+        backward = _seconds_of_gradient(model, job) if searches else 0.0
+        return cls(forward, backward / forward.seconds)
+
+
+def _seconds_of_gradient(model: PreTrainedModel, job: FitJob) -> float:
+    """Of a pass with the gradient of scales, as a search takes it."""
+    scaled, ids = ScaledModel(model, job.uniform(1.0)), measured_part(model, job.search[:1])
+    seam.install(model, scaled.scales)
+    try:
+        with seam.frozen(model):
+            return fastest_run(
+                model.device, lambda: torch.autograd.grad(scaled(ids), [*scaled.parameters()])
+            )
+    finally:
+        seam.remove_scales(model)
+
+
+def extension_stages(
+    speed: Speed, job: FitJob, config: ExtendConfig, candidates: Sequence[str], is_auto: bool
+) -> list[Stage]:
+    """The stages of an extension with their time, in order. A search may end earlier."""
+    choose = config.choose_windows * speed.forward.of(job.target)
+    measure = config.report_windows * speed.forward.of(job.target)
+    lengths = doublings(job.train_length, job.target) if config.passkeys else []
+    for length in lengths:  # prompts share their beginning
+        measure += config.passkeys * PASSKEY_DEPTHS * speed.forward.of(length) / 2
+    stages = [Stage("measure before", measure)]
+    for name in (part for candidate in candidates for part in candidate.split("+")):
+        stages += _method_stages(name, speed, job, config, choose)
+    if is_auto:
+        stages.append(Stage("compare", len(candidates) * choose))
+    return [
+        *stages,
+        Stage("measure after", measure),
+        Stage("verify", 3 * speed.forward.of(job.target)),
+    ]
+
+
+@dataclass(frozen=True)
+class DistillCost:
+    """The size of a distillation run and its matrix products."""
+
+    tokens: int
+    steps: int
+    length: int
+    flops: float
+
+
+def distillation_cost(
+    model: PreTrainedModel, layers: Sequence[Layer], job: FitJob, config: ExtendConfig
+) -> DistillCost:
+    plan = DistillPlan.make(config.swan, config.tuning, job.train_length)
+    converted = planned_layers(layers, config.swan, job.train_length)
+    flops = plan.tokens * distillation_flops(model, converted, layers, plan.length)
+    return DistillCost(plan.tokens, plan.steps, plan.length, flops)
+
+
+def _method_stages(
+    name: str, speed: Speed, job: FitJob, config: ExtendConfig, choose: float
+) -> Iterator[Stage]:
+    search_window = speed.forward.of(job.search.shape[1])
+    if name == "uniform":
+        values = grid_size(COARSE, STEP)
+        yield Stage(name, values * choose, values)
+    elif name in SCHEDULES:
+        values = grid_size(SCHEDULES[name].coarse, SCHEDULES[name].step) if config.fitted else 0
+        yield Stage(name, values * choose, values)
+    elif name in SCALE_METHODS:
+        plan = config.search.resolve(job.has_nope)
+        step = plan.batch * speed.backward * search_window
+        if plan.plateau is not None:
+            rows = min(VALIDATED, config.choose_windows)
+            step += rows * speed.forward.of(job.target) / plan.plateau.every
+        for _ in plan.lr:
+            yield Stage(f"{name} lr", plan.steps * step, plan.steps)
+    elif name == "swan":
+        model, layers = speed.forward.model, speed.forward.layers
+        distilling = distillation_cost(model, layers, job, config)
+        passes = config.swan.measured_rows * speed.forward.of(distilling.length)
+        yield Stage("measure layers", 2 * len(layers) * passes)
+        yield Stage("distill", distilling.flops / speed.forward.rate, distilling.steps)
+        if config.swan.sharpen:
+            yield Stage("sharpen", len(SLOPES) * choose)
+    elif name in ROPE_SCALINGS and not config.tune:
+        yield Stage(name, len(FACTORS) * choose, len(FACTORS))
+    else:  # all weights are trained
+        steps = config.tuning.steps or TUNING_STEPS[config.tune] or FAIR_STEPS
+        batch = config.tuning.batch or BATCH
+        yield Stage(name, steps * batch * 3 * search_window, steps)
+
+
+@dataclass(frozen=True, repr=False)
+class ExtendEstimate(Summarized):
+    """The cost of an extension; keys of --json. Without distillation, tokens is 0."""
+
+    methods: tuple[str, ...]  # more than one if auto chooses among them
+    text: dict[str, int]  # tokens of each split
+    notes: tuple[str, ...]
+    preset: str | None  # None: a recipe
+    stages: dict[str, float]  # seconds, at most: a search may end earlier
+    full_seconds: float  # of the preset full
+    tokens: int = 0  # of distillation
+    steps: int = 0
+    flops: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages.values())
+
+    @property
+    def sentence(self) -> str:
+        """`at most about 2.5 minutes (preset quick; full: about 14 minutes)`."""
+        parts = [f"preset {self.preset}" if self.preset else "", ""]
+        if self.preset == "quick" and self.full_seconds > 1.2 * self.seconds:
+            parts[1] = f"full: at most about {format_duration(self.full_seconds)}"
+        shown = "; ".join(filter(None, parts))
+        seconds = f"at most about {format_duration(self.seconds)}"
+        return f"{seconds} ({shown})" if shown else seconds

@@ -1,0 +1,198 @@
+"""Presets, estimates before the work, and advice that ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from families import FAMILIES, SHAPE
+from farspan.attention.probe import Layer, probe
+from farspan.errors import FarspanError
+from farspan.evals.scores import EvalCell
+from farspan.evals.suites import PRESET_LIMIT, PRESET_WINDOWS, SUITES, EvalConfig
+from farspan.methods.job import grid_size, search_best
+from farspan.methods.presets import PRESETS, choose_preset, preset_config
+from farspan.methods.registry import (
+    METHODS,
+    ExtendConfig,
+    candidate_methods,
+    check_compatible,
+    recommended_method,
+)
+from farspan.methods.uniform import COARSE, STEP
+from farspan.workflows import eval_estimate, extend_estimate
+from farspan.workflows.eval_estimate import EvalClock
+from farspan.workflows.extend import extend
+from farspan.workflows.extend_estimate import Speed, extension_stages
+from farspan.workflows.timing import ForwardSpeed
+from test_extend import FEW, QUICK, _no_figures, job_for, tiny  # noqa: F401
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def test_a_cpu_takes_the_quick_preset_and_a_recipe_takes_none():
+    assert choose_preset(None, None, "cpu") == "quick"
+    assert choose_preset(None, None, "cuda:1") == "full"
+    assert choose_preset("full", None, "cpu") == "full"
+    assert choose_preset(None, ExtendConfig(), "cpu") is None
+    with pytest.raises(FarspanError, match="both give all settings"):
+        choose_preset("quick", "default", "cpu")
+    with pytest.raises(FarspanError, match="preset 'quik' is unknown; did you mean quick"):
+        choose_preset("quik", None, "cpu")
+    assert preset_config("full") == preset_config(None) == ExtendConfig()
+    quick = preset_config("quick")
+    assert quick.search.max_steps < ExtendConfig().search.max_steps
+    assert quick.choose_windows < ExtendConfig().choose_windows
+
+
+def test_the_preset_is_announced_recorded_and_overruled(tiny, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    said = []
+    overrides = ["choose_windows=1", "passkeys=0", "fitted=false"]
+    options = dict(data=tiny / "text.txt", overrides=overrides, say=said.append)
+    result = extend(tiny / "none", "128", method="logn", **options)
+    assert result.folder.name == "none-128"
+    (sentence,) = said
+    assert re.fullmatch(
+        r"logn: at most about .* \(preset quick; full: at most about .*\)", sentence
+    )
+    record = json.loads((tmp_path / "none-128" / "record.json").read_text())["settings"]
+    assert record["preset"] == "quick"
+    assert record["recipe"]["report_windows"] == preset_config("quick").report_windows
+    assert record["recipe"]["choose_windows"] == 1
+
+
+def test_stages_count_the_work_of_every_method(monkeypatch):
+    """With a second for each forward pass, and three for one with a gradient."""
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    speed = Speed(ForwardSpeed(model, probe(model), 1.0, 8), 3.0)
+    config = replace(FEW, search=replace(QUICK, steps=4, batch=2, lr=(0.1, 0.2)))
+    names = ["uniform", "headscale"]
+    stages = extension_stages(speed, job, config, names, True)
+    assert [(stage.name, stage.seconds) for stage in stages] == [
+        ("measure before", 2.0),
+        ("uniform", 2.0 * grid_size(COARSE, STEP)),
+        ("headscale lr", 4 * 2 * 3.0),
+        ("headscale lr", 4 * 2 * 3.0),
+        ("compare", 4.0),
+        ("measure after", 2.0),
+        ("verify", 3.0),
+    ]
+    for name in METHODS:
+        assert extension_stages(speed, job, FEW, [name], False)
+
+
+def test_the_size_of_a_grid_bounds_the_losses_of_a_search():
+    for best in (0.8, 1.3, 1.77, 3.0):
+        _, losses = search_best(lambda value, best=best: abs(value - best), COARSE, STEP)
+        assert len(losses) <= grid_size(COARSE, STEP)
+
+
+def test_a_method_without_a_search_measures_no_gradient(monkeypatch):
+    """A large model need not have the memory for one."""
+
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(extend_estimate, "_seconds_of_gradient", refuse)
+    model = BY_NAME["llama"].build()
+    assert Speed.measure(model, probe(model), job_for(model), ["yarn"]).backward == 0
+
+
+def test_the_quick_preset_of_eval_changes_only_what_is_not_set():
+    quick = SUITES["perplexity"].complete(EvalConfig(preset="quick"))
+    assert (quick.windows, quick.limit) == (PRESET_WINDOWS, None)
+    assert SUITES["needle"].complete(EvalConfig(preset="quick")).limit == PRESET_LIMIT
+    assert SUITES["needle"].complete(EvalConfig(preset="quick", limit=9)).limit == 9
+    assert SUITES["needle"].complete(EvalConfig()).limit is None
+    with pytest.raises(FarspanError, match="preset 'fast' is unknown"):
+        EvalConfig(preset="fast")
+
+
+def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):
+    cells = {
+        "a": EvalCell("perplexity", "text", 512, {"count": 64, "windows": 8}),
+        "b": EvalCell("passkey", "passkey", 512, {"keys": 2}),
+        "c": EvalCell("longbench", "qa", 512, {}),
+    }
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    tiny_model = BY_NAME["farspan-none"].build()
+    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
+    now = [0.0]
+    monkeypatch.setattr(eval_estimate.time, "monotonic", lambda: now[0])
+    clock = EvalClock(model, cells)
+    assert clock.sentence(5) == "3 of 5 cells to measure, about 9 seconds and 1 more (preset full)"
+    assert clock.left_after("a") == "", "unknown cells have no time"
+    del cells["c"]
+    clock = EvalClock(model, cells)
+    now[0] = 16.0
+    assert clock.left_after("a") == ", about 2 seconds left"
+
+
+# Advice.
+
+
+def model_kinds() -> dict[str, tuple[list[Layer], object]]:
+    kinds = {}
+    names = ("farspan-none", "farspan-rope", "farspan-swan", "smollm3", "gpt2", "farspan-alibi")
+    models = {name: BY_NAME[name].build() for name in names if name in BY_NAME}
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    config = LlamaConfig(**SHAPE, rope_scaling=scaled)
+    models["llama-3.1"] = LlamaForCausalLM(config).eval()
+    for name, model in models.items():
+        kinds[name] = (probe(model), model)
+    return kinds
+
+
+def advice(method: str, layers, model) -> list[str]:
+    """The methods that a refusal or note of a method names as the way out."""
+    try:
+        notes = check_compatible(method.split("+"), layers, model.config, "it", ExtendConfig())
+    except FarspanError as error:
+        notes = (str(error),)
+    ways_out = " ".join(note.rpartition(";")[2] for note in notes)
+    return [word for word in re.findall(r"[\w+-]+", ways_out) if word.split("+")[0] in METHODS]
+
+
+def test_who_follows_advice_gets_no_other():
+    kinds = model_kinds()
+    assert len(kinds) >= 5
+    given = 0
+    for kind, (layers, model) in kinds.items():
+        for method in METHODS:
+            for other in advice(method, layers, model):
+                given += 1
+                assert not advice(other, layers, model), (kind, method, other)
+        assert (first := recommended_method(layers, kind == "llama-3.1")) is None or not advice(
+            first, layers, model
+        )
+    assert given > 10
+
+
+def test_auto_tries_yarn_with_headscale_where_full_rotary_layers_are_the_limit():
+    for name, expected in (
+        ("smollm3", ["yarn", "headlog", "yarn+headscale"]),
+        ("farspan-swan", ["uniform", "headscale", "headlog"]),
+        ("farspan-none", ["uniform", "headscale", "headlog"]),
+    ):
+        model = BY_NAME[name].build()
+        assert candidate_methods(["auto"], probe(model), model, job_for(model)) == expected
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_help_says_what_a_preset_changes(preset):
+    config = preset_config(preset)
+    numbers = (config.search.max_steps, config.choose_windows, 10 * config.passkeys)
+    from farspan.cli.extend import Preset
+
+    text = Preset.__metadata__[0].help.partition("full:")
+    shown = text[0] if preset == "quick" else text[2]
+    assert all(re.search(rf"\b{number}\b", shown) for number in numbers)

@@ -1,0 +1,357 @@
+"""Python as a notebook likes it: short results, progress by itself, names and lengths as typed."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import farspan
+from families import FAMILIES
+from farspan import progress as progress_module
+from farspan.attention.patch import Patch
+from farspan.attention.scales import Scales
+from farspan.diagnosis.curves import Curves
+from farspan.diagnosis.result import Diagnoses, Diagnosis
+from farspan.errors import FarspanError
+from farspan.evals.agreement import Agreement
+from farspan.evals.results import EvalResult
+from farspan.evals.scores import Score
+from farspan.lab.distance import AttentionComparison
+from farspan.lab.theorems import PositionAnalysis
+from farspan.lengths import parse_length, parse_lengths
+from farspan.loading import LoadedModel
+from farspan.methods import presets
+from farspan.model_objects import ModelObject
+from farspan.progress import Stage, bars, shows_progress, with_total
+from farspan.summaries import Plotted, Summarized, plain, shorten
+from farspan.workflows.check import CheckResult
+from farspan.workflows.compare import CompareResult
+from farspan.workflows.export import ExportResult
+from farspan.workflows.extend import ExtendResult
+from farspan.workflows.extend_estimate import ExtendEstimate
+from farspan.workflows.lab import LabEstimate, LabResult
+from farspan.workflows.lab_finetune import FinetuneResult
+from farspan.workflows.pretrain import PretrainEstimate, PretrainResult
+from farspan.workflows.reproduce import StudyResults
+from test_extend import _no_figures, tiny  # noqa: F401
+
+BY_NAME = {family.name: family for family in FAMILIES}
+MAX_LINES, MAX_CHARACTERS = 14, 1400
+
+
+def make_diagnosis() -> Diagnosis:
+    positions = np.arange(1.0, 65.0)
+    loss, heads = np.linspace(3, 5, 64), np.ones((2, 64))
+    curves = Curves(positions, loss, {0: heads}, 8, 128, 1)
+    knees = dict(loss_knee=64, entropy_knee=None, coincide=None, distracted_heads=[(0, 1)])
+    return Diagnosis(
+        "tiny", 64, curves, **knees, heads=2, suggested_scale=1.2, verdict="fails beyond 64",
+        smooth_loss=loss, smooth_entropy=loss,
+    )  # fmt: skip
+
+
+def make_patch() -> Patch:
+    return Patch(
+        "headscale", "0" * 64, 128, 64, Scales.uniform(1.2, tuple(range(40)), 32), name="m"
+    )
+
+
+def make_extension() -> ExtendResult:
+    curve = np.linspace(3, 4, 127)
+    before = {f"loss@{length}": 3.0 for length in (32, 64, 128)}
+    cache = {"before": {"at_target": 1}, "after": {"at_target": 1}}
+    curves = {"before": curve, "after": curve}
+    notes = ("a note of many words " * 20,)
+    return ExtendResult(make_patch(), Path("out"), before, before, curves, cache, 0.0, 1.0, notes)
+
+
+def make_evaluation() -> EvalResult:
+    scores = tuple(
+        Score("perplexity", "ppl", length, 20.0, 19.0, 21.0, 100, {"task": "text"})
+        for length in range(64, 64 * 40, 64)
+    )
+    return EvalResult("tiny", "perplexity", scores, Path("out"), train_length=64)
+
+
+def make_cell(model: str) -> dict:
+    losses = {"64": 3.0, "128": 3.5}
+    return {"model": model, "method": "none", "factor": 2, "seed": 0, "losses": losses}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return BY_NAME["farspan-none"].build()
+
+
+@pytest.fixture(scope="module")
+def results(model) -> list[Summarized]:
+    diagnosis, patch = make_diagnosis(), make_patch()
+    agreement = Agreement("equal", None, 0.0, 0.1)
+    return [
+        LoadedModel(model, None),
+        farspan.inspect(model),
+        diagnosis,
+        Diagnoses([diagnosis, diagnosis]),
+        patch,
+        make_extension(),
+        ExtendEstimate(("uniform",), {"search": 10}, (), "quick", {"uniform": 3.0}, 9.0),
+        make_evaluation(),
+        ExportResult(Path("out"), "stock", 1000, {}),
+        CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, False),
+        CompareResult("a", (), (), Path("compare.md")),
+        PretrainResult(Path("run"), 100, 3.2, False),
+        LabResult([], [], [], (0, 1), {}, Path("lab")),
+        FinetuneResult({"2": [1, 2]}, {"3": [0, 2]}, 0.1, Path("tuned")),
+        AttentionComparison(["a", "b"], 512, {}, [np.ones((2, 4, 512))], [], []),
+        PositionAnalysis([], {}),
+    ]
+
+
+def test_every_result_is_short_and_becomes_json(results):
+    for result in results:
+        text = repr(result)
+        assert len(text.splitlines()) <= MAX_LINES, text
+        assert len(text) <= MAX_CHARACTERS, text
+        assert text.startswith(type(result).__name__)
+        assert "object at 0x" not in text
+        page = Summarized._repr_html_(result)
+        assert page.startswith("<table>")
+        assert "</table>" in page
+        json.dumps(result.to_dict(), allow_nan=True)
+
+
+def test_every_class_of_results_is_among_the_tested(results):
+    """All classes that summarize themselves, but those that only a run of minutes makes."""
+
+    def below(base: type) -> set[type]:
+        return {each for sub in base.__subclasses__() for each in ({sub} | below(sub))}
+
+    in_farspan = {each for each in below(Summarized) if each.__module__.startswith("farspan")}
+    abstract = {Plotted, *(each for each in in_farspan if each.__name__ == "ResultList")}
+    tested = {type(result) for result in results}
+    assert in_farspan - abstract - tested == {StudyResults, PretrainEstimate, LabEstimate}
+
+
+def test_results_with_a_figure_draw_it(results):
+    drawn = [result for result in results if isinstance(result, Plotted)]
+    assert {type(result) for result in drawn} == {Diagnosis, Diagnoses, ExtendResult, EvalResult}
+    figure = drawn[0].plot()
+    assert isinstance(figure, Figure)
+    assert figure._repr_png_().startswith(b"\x89PNG"), "a notebook shows it"
+    for result in drawn:
+        assert "<img alt='figure of" in result._repr_html_()
+
+
+def test_a_suite_without_a_figure_has_a_table_only():
+    result = EvalResult("tiny", "ruler", (), Path("out"))
+    with pytest.raises(FarspanError, match="suite ruler has no figure"):
+        result.plot()
+    assert "<img" not in result._repr_html_()
+
+
+def test_loaded_models_still_unpack(model):
+    loaded = LoadedModel(model, None)
+    first, second = loaded
+    assert first is model is loaded.model
+    assert second is None is loaded.tokenizer
+
+
+def test_html_escapes_what_a_name_contains():
+    page = PretrainResult(Path("<script>"), 1, 1.0, True)._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_values_are_shortened_and_made_plain():
+    assert shorten([1, 2]) == "1, 2"
+    assert shorten(list(range(9))) == "9 items"
+    assert shorten(np.ones((3, 4))) == "array [3, 4]"
+    assert plain({"a": (torch.ones(2), Path("x")), 3: np.float64(1.5)}) == {
+        "a": [[1.0, 1.0], "x"],
+        "3": 1.5,
+    }
+
+
+# Lengths and models.
+
+
+def test_lengths_are_written_as_on_the_command_line():
+    assert parse_length("16k") == parse_length(16384) == 16384
+    assert parse_lengths("256:1024") == parse_lengths([256, 512, 1024])
+
+
+def test_a_model_object_is_used_under_its_name_and_stays_as_it_is(model):
+    name = ModelObject.wrap(model)
+    assert name == "FarspanForCausalLM"
+    copied = farspan.load(name).model
+    assert copied is not model
+    assert all(
+        torch.equal(a, b) for a, b in zip(copied.parameters(), model.parameters(), strict=True)
+    )
+    assert ModelObject.wrap(["nope-twin", model])[0] == "nope-twin"
+    with pytest.raises(FarspanError, match=r"has no tokenizer .* give \(model, tokenizer\)"):
+        farspan.evaluate(model, "perplexity", "unused")
+
+
+def test_functions_take_model_objects(tiny, tmp_path):  # noqa: F811
+    loaded = farspan.load(tiny / "none")
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    options = dict(data=tiny / "text.txt")
+    less = ["fitted=false", "choose_windows=1", "report_windows=1", "passkeys=0"]
+    out = tmp_path / "patch"
+    extended = farspan.extend(loaded, "128", out, "logn", overrides=less, **options)
+    assert extended.patch.name == str(tiny / "none"), "so that farspan.load finds the base"
+    assert farspan.load(out).model.num_parameters() == loaded.model.num_parameters()
+    assert farspan.diagnose(loaded, lengths="64:128", windows=1, **options)[0].train_length == 64
+    measured = farspan.evaluate(
+        loaded.model, "perplexity", tmp_path / "eval", lengths="64", windows=1, **options
+    )
+    assert measured.model == str(tiny / "none")
+    assert any(score.metric == "ppl" and score.length == 64 for score in measured.scores)
+    exported = farspan.export(loaded, tmp_path / "exported", "stock")
+    assert exported.proofs["inside"].holds
+    assert "".join(farspan.generate(loaded.model, "The", max_new_tokens=1)) is not None
+    after = loaded.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert not farspan.attention.seam.installed(loaded.model)
+
+
+def test_a_patched_object_is_refused(model):
+    patched = BY_NAME["farspan-none"].build()
+    farspan.attention.seam.install(patched, Scales.uniform(1.2, (0,), 4))
+    with pytest.raises(FarspanError, match="has a patch; give the patch folder"):
+        ModelObject.wrap(patched)
+
+
+def test_packages_that_are_commands_can_be_called(monkeypatch):
+    import farspan.lab
+    import farspan.report
+    from farspan.workflows import lab, report
+
+    monkeypatch.setattr(report, "report", lambda folders: ("report", folders))
+    monkeypatch.setattr(lab, "run", lambda recipe: ("lab", recipe))
+    assert farspan.report(["a"]) == ("report", ["a"])
+    assert farspan.lab("lab-tiny") == ("lab", "lab-tiny")
+
+
+# Progress.
+
+
+@shows_progress
+def count_to_three(*, progress=progress_module.automatic, say=lambda text: None) -> str:
+    say("three steps")
+    advance = progress("count", 3)
+    for _ in range(3):
+        advance(1, "counting")
+    return "done"
+
+
+def test_nothing_is_shown_without_a_terminal(capsys):
+    assert count_to_three() == "done"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_bars_and_notes(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert count_to_three() == "done"
+    shown = capsys.readouterr().err
+    assert "three steps" in shown
+    assert "3/3" in shown
+
+
+def test_only_the_outer_function_shows_its_bars(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    @shows_progress
+    def outer(*, progress=progress_module.automatic) -> None:
+        progress("outer", 1)()
+        assert len(progress_module._displays) == 1
+        count_to_three()
+
+    outer()
+    shown = capsys.readouterr().err
+    assert "outer" in shown
+    assert "count" not in shown
+    assert not progress_module._displays
+
+
+def test_a_notebook_shows_bars_in_one_output(monkeypatch):
+    pages = []
+    handle = types.SimpleNamespace(update=lambda page: pages.append(page))
+    display = types.ModuleType("IPython.display")
+    display.HTML = lambda text: text
+    display.display = lambda page, display_id: pages.append(page) or handle
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(progress_module, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress_module, "NOTEBOOK_INTERVAL", -1)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
+    assert count_to_three() == "done"
+    assert any("3/3" in page for page in pages)
+    assert pages[-1].startswith("<pre>three steps\ntook ")
+    assert not any("\x1b" in page for page in pages)
+
+
+def test_the_total_says_what_is_left_and_jumps_over_saved_work(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    notes, counts = [], []
+
+    def record(label, steps):
+        def advance(count=1, note=""):
+            if label == "total":
+                notes.append(note)
+                counts.append(count)
+
+        return advance
+
+    stages = [Stage("first", 10.0, 10), Stage("search lr", 60.0), Stage("last", 30.0)]
+    progress = with_total(record, stages)
+    assert notes == ["about 100 seconds left"], "before the first step"
+    first = progress("first", 0)
+    now[0] = 2.0
+    first()  # it takes twice as long as estimated
+    assert notes[-1] == "about 3.3 minutes left"
+    progress("search lr 0.2", 60)()
+    last = progress("last", 1)
+    last()
+    assert sum(counts) == pytest.approx(100)
+    assert notes[-1] == "about 0 seconds left"
+    progress("not a stage", 1)()
+    assert sum(counts) == pytest.approx(100)
+
+
+def test_bars_can_be_opened_by_hand(capsys):
+    with bars() as bar:
+        bar("work", 2)()
+    assert capsys.readouterr().out == ""
+
+
+# Examples.
+
+
+@pytest.mark.long
+def test_the_examples_of_docstrings_run(tmp_path, monkeypatch):
+    """With less text than the preset that they take."""
+    less = ("search.max_steps=2", "choose_windows=1", "report_windows=1", "passkeys=0")
+    monkeypatch.setitem(presets.PRESETS, "quick", less)
+    monkeypatch.chdir(tmp_path)
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(verbose=False)
+    ran = 0
+    for name in ("load", "inspect", "diagnose", "extend", "evaluate", "export", "generate"):
+        function = getattr(farspan, name)
+        for test in finder.find(function, name, globs={"farspan": farspan}):
+            with contextlib.redirect_stdout(sys.stderr):
+                outcome = runner.run(test)
+            assert not outcome.failed, name
+            ran += bool(outcome.attempted)
+    assert ran == 7
