@@ -388,6 +388,43 @@ def test_cells_identify_their_items(tmp_path, data):
     assert names == ["first 2 of the 8 items of piqa/val.jsonl", "8 items of piqa/val.jsonl"]
 
 
+OFFICIAL = {  # items of the split that is scored, as published
+    "arc_challenge": ("test", 1_172),
+    "arc_easy": ("test", 2_376),
+    "boolq": ("validation", 3_270),
+    "hellaswag": ("validation", 10_042),
+    "openbookqa": ("test", 500),
+    "piqa": ("validation", 1_838),
+    "winogrande": ("validation", 1_267),
+}
+
+
+@pytest.mark.usefixtures("_any_version")
+@pytest.mark.parametrize("task", TASKS)
+def test_a_limit_below_the_official_split_is_named(task):
+    split, items = OFFICIAL[task]
+    for limit, prefix in ((items, ""), (items - 1, f"first {items - 1} of the ")):
+        (cell,) = Commonsense("", 512, tasks=(task,), limit=limit).cells()
+        assert cell.settings["data"] == f"{prefix}{split} split"
+
+
+@pytest.mark.usefixtures("_any_version")
+def test_two_tasks_have_an_average_and_one_has_none():
+    sample = {"length": 512, "data": "x", "cut": 0, "acc": 1.0}
+    items = [{**sample, "task": "boolq"}, {**sample, "task": "winogrande", "acc": 0.0}]
+    both = Commonsense("", 512).score(items)
+    assert [(score.tags["task"], score.value) for score in both] == [
+        ("boolq", 1),
+        ("winogrande", 0),
+        ("average", 0.5),
+    ]
+    (single,) = Commonsense("", 512).score(items[:1])
+    assert single.tags["task"] == "boolq"
+    for tasks in (("boolq", "winogrande"), ("boolq",)):
+        keys = Commonsense("", 512, tasks=tasks).score_keys()
+        assert len(keys) == (3 if len(tasks) == 2 else 1)
+
+
 def test_an_unreachable_hub_raises_a_clear_error_at_once(llama, tokenizer, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     import datasets

@@ -14,6 +14,7 @@ from farspan.evals.needle import Needle
 from farspan.evals.pairs import paired_differences
 from farspan.evals.passkey import Passkey
 from farspan.evals.results import EvalResult
+from farspan.evals.ruler import Ruler
 from farspan.workflows.compare import compare
 from farspan.workflows.evaluate import _write
 
@@ -160,3 +161,17 @@ def test_other_folders_and_names_are_refused(runs, tmp_path):
     with pytest.raises(CorruptError, match="line 1 is not a sample"):
         compare(runs, tmp_path / "table.md")
     assert not (tmp_path / "table.md").exists()
+
+
+@pytest.mark.parametrize("name", ["needle", "ruler", "longbench", "nonliteral"])
+def test_differences_have_the_unit_of_the_scores(name):
+    """A sample's score is that of its evaluation, but for RULER's, which is from 0 to 100."""
+    own, other = (
+        [{**sample, "eval": name} for sample in needles(hits, tasks=("vt",))]
+        for hits in ([1, 1, 0, 1], [0, 1, 0, 0])
+    )
+    difference = paired_differences(own, other)[name, "vt", 256].value
+    assert difference == {"ruler": 50.0}.get(name, 0.5)
+    if name in ("needle", "ruler"):
+        scored = {"needle": Needle((256,)), "ruler": Ruler((256,), ("vt",))}[name]
+        assert difference == scored.score(own)[0].value - scored.score(other)[0].value

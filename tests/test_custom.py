@@ -23,6 +23,7 @@ from farspan import cli
 from farspan.cells import cell_key
 from farspan.custom_code import import_code, imported, source_hash
 from farspan.errors import CorruptError, FarspanError
+from farspan.lab import custom_tasks
 from farspan.lab import study as lab_study
 from farspan.lab.custom_tasks import CustomTask, SplitTask, load_custom_task
 from farspan.lab.fleet import Fleet
@@ -432,6 +433,14 @@ def test_draws_end_when_a_function_repeats_itself(tmp_path):
     assert task.count(4) == np.inf
     with pytest.raises(FarspanError, match="mine has only 1,200 distinct examples of 4 units, and"):
         draw_examples(task, (4, 4), 1500, seed=0)
+
+
+@pytest.mark.parametrize(("size", "count"), [(0, 0), (1, 1), (200, 200), (1_100, np.inf)])
+def test_examples_are_counted_up_to_a_thousand(size, count):
+    def make(length, rng):
+        return (str(rng.integers(size)), "1") if size else None
+
+    assert custom_tasks._count_distinct("mine", make, "mine.py:make", 4) == count
 
 
 def test_token_ids_must_fit_their_type(tmp_path, monkeypatch):

@@ -195,6 +195,17 @@ def test_reads_any_range_across_shards_and_from_a_pickled_copy(packed, data):
         assert (stream.read(start, length) == whole[start : start + length]).all()
 
 
+def test_reads_from_and_to_every_shard_border(packed):
+    whole = packed.read(0, packed.tokens)
+    ends = np.cumsum([shard.tokens for shard in packed.manifest.shards]).tolist()
+    places = sorted(
+        {0, 1, *(end + near for end in ends for near in (-1, 0, 1))} - {packed.tokens + 1}
+    )
+    for number, start in enumerate(places):
+        for stop in places[number:]:
+            assert (packed.read(start, stop - start) == whole[start:stop]).all()
+
+
 def test_packing_with_two_processes_writes_the_same_bytes(
     tokenizer, documents, packed, tmp_path, monkeypatch
 ):
@@ -584,6 +595,27 @@ def test_source_and_passkey_shares_are_exact(sources, passkeys):
         "passkeys do not depend on the source"
     )
     assert order[:1_000] != order[1_000:2_000]
+
+
+def test_rows_are_counted_on_after_the_quotas_repeat():
+    """A row's ordinal is the number of rows of its kind before it, also beyond a million rows."""
+    parts = mixture_module._millionths([1, 2, 4])
+    sampler = mixture_module._QuotaSampler(parts, (0, 0))
+    for millions in (0, 1, 2):
+        drawn = [sampler.draw(millions * 1_000_000 + offset) for offset in range(1_000)]
+        for kind, part in enumerate(parts):
+            ordinals = [ordinal for drawn_kind, ordinal in drawn if drawn_kind == kind]
+            assert ordinals == [millions * part + place for place in range(len(ordinals))]
+
+
+def test_rows_before_repetition_end_with_the_first_epoch_of_a_source(sources):
+    mixture = Mixture(numbered(sources), 50, 3)
+    windows = [max(source.shards.tokens // 50 - 1, 1) for source in sources]
+    order = find_windows(mixture.rows(0, 2 * sum(windows)))[0]
+    row = next(row for row, kind in enumerate(order) if order[:row].count(kind) == windows[kind])
+    assert mixture.rows_before_repetition(2 * sum(windows)) == row > 0
+    assert mixture.rows_before_repetition(row) == row
+    assert mixture.rows_before_repetition(row - 1) == row - 1
 
 
 @settings(max_examples=25, deadline=None)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import socket
+import sys
 import time
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
+import httpx2
 import pytest
 
 import farspan
@@ -17,7 +23,14 @@ from farspan.data.passkey import FILLER, TASK
 from farspan.data.tokens import DECISION
 from farspan.errors import FarspanError
 from farspan.evals import engine_http
-from farspan.evals.engine import Engine, EngineOptions, prompt_losses, without_frame
+from farspan.evals.engine import (
+    Engine,
+    EngineOptions,
+    _only_model,
+    prompt_losses,
+    without_frame,
+)
+from farspan.evals.engine_llama import has_llama
 from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey
 from farspan.workflows import evaluate as evaluate_workflow
@@ -87,6 +100,7 @@ def test_a_served_model_is_measured_by_its_answers(server, tmp_path, monkeypatch
     assert measured["recall", "multi-query", 256]["value"] == 0.25, "it says one of four numbers"
     lengths = {len(body["prompt"]) + body["max_tokens"] for body in server.requests[2:]}
     assert lengths == {256}
+    assert {body["temperature"] for body in server.requests} == {0}, "greedily"
     assert server.keys == {f"Bearer {KEY}"}
     files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
     assert len(files) > 15
@@ -257,6 +271,8 @@ def test_perplexity_by_log_probabilities_of_the_prompt(form, twin, tmp_path):
     options = EngineOptions(MODEL, TWIN)
     served = farspan.evaluate(server.url, "perplexity", tmp_path / "a", engine=options, **settings)
     server.close()
+    asked = {(body["max_tokens"], body["temperature"]) for body in server.requests}
+    assert asked == {(1, 0)}, "nothing is generated but what the API demands"
     here = farspan.evaluate("nope-twin", "perplexity", tmp_path / "b", **settings)
     assert [score.value for score in served.scores] == pytest.approx(
         [score.value for score in here.scores], rel=1e-4
@@ -269,6 +285,78 @@ def test_quick_leaves_perplexity_out_where_there_are_no_losses(server, tmp_path)
     result = farspan.evaluate(server.url, "quick", tmp_path / "a", engine=options, lengths=[256])
     assert {score.eval for score in result.scores} == {"passkey"}
     assert "so perplexity is left out" in result.notes[0]
+
+
+CLIENT = engine_http.EngineClient("http://localhost:1/v1")
+ONCE_MORE = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+
+
+@pytest.mark.parametrize("status", [200, 299, 300, 301, 400, 404, 418, 501, 530, *ONCE_MORE])
+def test_a_status_is_taken_refused_or_asked_for_again(status):
+    response = httpx2.Response(status, json={"object": "list"})
+    if status in ONCE_MORE:
+        with pytest.raises(engine_http.FailingError):
+            CLIENT._reply(response, None)
+    elif status >= 300:
+        with pytest.raises(engine_http.RefusedError, match=f"status {status}"):
+            CLIENT._reply(response, None)
+    else:
+        assert CLIENT._reply(response, None) == {"object": "list"}
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "expected"), [("", [0.01, 0.02, 0.04]), ("7", [7] * 3), ("99", [30] * 3)]
+)
+def test_waits_double_unless_the_server_asks_for_others(retry_after, expected, monkeypatch):
+    waits: list[float] = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    async def fail(*_, **__):
+        return httpx2.Response(503, headers={"retry-after": retry_after}, text="loading")
+
+    monkeypatch.setattr(engine_http.asyncio, "sleep", sleep)
+    client = replace(CLIENT, max_retries=3)
+    with pytest.raises(engine_http.FailingError, match="status 503: 'loading'; 4 attempts"):
+        asyncio.run(client._request(SimpleNamespace(request=fail), "GET", "/models", None))
+    assert waits == pytest.approx(expected, rel=0 if retry_after else 0.25)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "body", "sentence"),
+    [
+        (404, "gone", {"model": "x"}, "has no model 'x'"),
+        (400, "unknown model", {"model": "x"}, "has no model 'x'"),
+        (400, "gone", {"model": "x"}, "refuses a request"),
+        (404, "gone", {}, "refuses a request"),
+        (401, "unknown model", {"model": "x"}, "refuses the key"),
+        (403, "gone", {"model": "x"}, "refuses the key"),
+        (404, "too long", {"model": "x"}, "too long"),
+    ],
+)
+def test_a_refusal_names_its_cause(status, text, body, sentence, monkeypatch):
+    monkeypatch.setattr(engine_http.EngineClient, "models", lambda self: [])
+    assert sentence in str(CLIENT._refusal(status, text, body))
+
+
+@pytest.mark.parametrize("names", [[], ["a"], ["a", "b"]])
+def test_the_only_served_model_needs_no_name(names):
+    client = SimpleNamespace(url="http://x/v1", models=lambda: [{"id": name} for name in names])
+    if len(names) == 1:
+        assert _only_model(client) == "a"
+    else:
+        expected = "serves a, b; add --model" if names else "does not say what it serves"
+        with pytest.raises(FarspanError, match=expected):
+            _only_model(client)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_llama_is_used_where_it_is_installed(installed, monkeypatch):
+    module = ModuleType("xllamacpp")
+    module.__spec__ = ModuleSpec("xllamacpp", None)
+    monkeypatch.setitem(sys.modules, "xllamacpp", module if installed else None)
+    assert has_llama() == installed
 
 
 def test_a_reply_with_too_few_losses_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
@@ -18,8 +19,14 @@ from farspan.errors import FarspanError
 from farspan.lab import fleet as fleet_module
 from farspan.lab import fleet_training
 from farspan.lab.fleet import Fleet, Rows, exact_match, map_models
-from farspan.lab.fleet_training import FleetPlan, FleetTrainer, draw_uniform, train_fleet
-from farspan.lab.study import ENCODINGS
+from farspan.lab.fleet_training import (
+    FleetPlan,
+    FleetTrainer,
+    GraphedFleetTrainer,
+    draw_uniform,
+    train_fleet,
+)
+from farspan.lab.study import ENCODINGS, ROTARY_FRACTIONS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.train.optim import OptimizerConfig, make_optimizers, set_learning_rate
 
@@ -27,7 +34,6 @@ VOCABULARY = 24
 
 
 def network(encoding: str = "none", **overrides) -> FarspanConfig:
-    position, fraction = ENCODINGS[encoding]
     shape = dict(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -36,7 +42,9 @@ def network(encoding: str = "none", **overrides) -> FarspanConfig:
         num_attention_heads=4,
     )
     shape |= dict(max_position_embeddings=24, embedding_scale=4.0, pad_token_id=0, mlp="relu")
-    return FarspanConfig(**shape | overrides, position=position, rotary_fraction=fraction)
+    fraction = ROTARY_FRACTIONS.get(encoding, 1.0)
+    shape |= dict(position=ENCODINGS[encoding], rotary_fraction=fraction)
+    return FarspanConfig(**shape | overrides)
 
 
 def models(count: int, config: FarspanConfig) -> list[FarspanForCausalLM]:
@@ -144,9 +152,98 @@ def test_diverging_model_does_not_affect_others():
     data = [rows(20, 0), rows(20, 1)]
     stable, diverging = Fleet(both), Fleet(both)
     train_fleet(stable, data, plan, rates=[1e-3, 1e-3], seeds=[0, 1])
-    losses = train_fleet(diverging, data, plan, rates=[1e-3, 1e300], seeds=[0, 1])
+    steps: dict[int, float] = {}
+    losses = train_fleet(
+        diverging, data, plan, rates=[1e-3, 1e300], seeds=[0, 1], on_step=steps.__setitem__
+    )
     assert not np.isfinite(losses[-1, 1])
+    means = [np.mean(row[np.isfinite(row)]) for row in losses]
+    assert steps == pytest.approx(dict(zip((1, 2, 3, 4), means, strict=True)))
     assert torch.equal(stable.weights[0], diverging.weights[0])
+
+
+def test_an_update_is_that_of_torch():
+    """torch's own Muon and AdamW, after clipping to a norm of 1."""
+    draw = torch.Generator().manual_seed(0)
+    vector, matrix = (torch.randn(3, generator=draw), torch.randn(8, 4, generator=draw))
+    weights = torch.cat([vector, matrix.flatten()])[None].clone()
+    state = fleet_training._State(
+        weights,
+        torch.zeros_like(weights),
+        torch.zeros(1, 3),
+        torch.tensor([0.01]),
+        torch.zeros(()),
+        [(3, 35, (8, 4))],
+    )
+    parameters = [torch.nn.Parameter(vector), torch.nn.Parameter(matrix)]
+    optimizers = [
+        torch.optim.AdamW(parameters[:1], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(parameters[1:], lr=0.07, weight_decay=0.0),
+    ]
+    for scale in (5.0, 0.01):
+        gradient = scale * torch.randn(1, 35, generator=draw)
+        fleet_training._update(state, gradient, FleetPlan(steps=2))
+        for parameter, part in zip(parameters, gradient[0].split([3, 32]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    error = (state.weights[0] - expected).abs()
+    assert error[:3].max() < 1e-6
+    assert error[3:].max() < 2e-3, "torch's Muon rounds its directions to bf16"
+
+
+class FakeGraph:
+    """Stands in for a CUDA graph: it counts its replays."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    monkeypatch.setattr(fleet_training.gc, "collect", lambda: None)  # takes most of a second
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
+    monkeypatch.setattr(fleet_training, "on_stream", lambda stream: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_steps_are_recorded_once_after_warm_up_and_then_replayed():
+    losses = itertools.count()
+    trainer = GraphedFleetTrainer(lambda: next(losses))
+    warm_up = list(range(fleet_training.WARMUP_STEPS))
+    assert [trainer() for _ in warm_up] == warm_up
+    assert trainer.graph is None
+    assert {trainer() for _ in range(5)} == {len(warm_up)}, "the result is that of the recording"
+    assert trainer.graph.replays == 5
+    assert next(losses) == len(warm_up) + 1
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_recording_that_fails_leaves_plain_steps_unless_memory_is_short(monkeypatch, caplog):
+    monkeypatch.setattr(fleet_training, "WARMUP_STEPS", 0)
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not permitted")):
+        outcomes = iter([error, 1, 2])
+
+        def step(outcomes=outcomes):
+            outcome = next(outcomes)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        trainer = GraphedFleetTrainer(step)
+        if isinstance(error, torch.OutOfMemoryError):
+            with pytest.raises(torch.OutOfMemoryError):
+                trainer()
+        else:
+            assert [trainer(), trainer()] == [1, 2]
+            assert "the fleet trains without: not permitted" in caplog.text
 
 
 def test_merged_buckets_give_the_same_gradient(monkeypatch):

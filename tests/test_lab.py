@@ -453,6 +453,21 @@ def test_paper_network_is_initialized_like_t5():
     assert deviations == pytest.approx(expected, rel=0.02)
 
 
+def test_embeddings_are_as_large_as_the_positions_added_to_them():
+    """Their deviation is 1; sinusoids are at most 1. Only one encoding rotates a part of a head."""
+    for encoding in lab_study.ENCODINGS:
+        config = network_config(NetworkShape(1, 64, 4, 8), encoding, WordTokenizer(), 8, 16)
+        assert config.initializer_range == 1 / 8
+        assert config.initializer_range * config.embedding_scale == 1
+        assert config.rotary_fraction == (0.25 if encoding == "rotary-quarter" else 1)
+
+
+def test_two_held_out_examples_are_enough():
+    """One chooses the learning rate, the other one is scored."""
+    study = replace(read_study("lab-tiny"), train_examples=20, test_examples=2)
+    assert len(make_task_data(study, "copy", "none", WordTokenizer()).held_out) == 2
+
+
 def test_theorems_writes_proofs_and_readings(tmp_path):
     analysis = theorems(["nope-twin"], length=64, windows=4, out=tmp_path / "positions")
     for proof in analysis.proofs:
@@ -590,6 +605,25 @@ def test_table_columns_do_not_depend_on_result_order():
     results = {cell("copy", "alibi"): result(1.0, 0.5), cell("scan", "none"): result(1.0, 0.4)}
     for table in (accuracy_table, rank_table, scale_table):
         assert table(group_entries(results))[0][-2:] == ["none", "alibi"]
+
+
+def test_tables_have_a_column_for_what_differs():
+    sizes = {
+        replace(cell("copy", "none"), size=size): result(1.0, 0.5) for size in ("big", "small")
+    }
+    assert accuracy_table(group_entries(sizes))[0] == ["task", "size", "none"]
+    formats = {cell("parity", "none", scratchpad=pad): result(1.0, 0.5) for pad in ("none", "full")}
+    assert accuracy_table(group_entries(formats))[0] == ["task", "scratchpad", "none"]
+    assert accuracy_table(group_entries(sizes | formats))[0][:3] == ["task", "size", "scratchpad"]
+
+
+def test_seeds_are_ranked_by_themselves_if_there_are_several():
+    one = {cell("copy", "none"): result(1.0, 0.5)}
+    for results, models in (
+        (one, ["learned", "all"]),
+        (one | {cell("copy", "none", 1): result(1.0, 0.5)}, ["learned", "all", "all, by seed"]),
+    ):
+        assert [row[3] for row in rank_table(group_entries(results))[1]] == models
 
 
 def test_diverged_models_are_reported():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import farspan
 from farspan import cli
 from farspan.errors import FarspanError
+from farspan.lab import finetune as lab_finetuning
 from farspan.lab.finetune import (
     AnswerLoss,
     FinetuneConfig,
@@ -109,6 +111,30 @@ def test_exact_match_equals_greedy_decoding():
             wrong[row, place] = (wrong[row, place] + 1) % len(tokenizer)
             expected = np.arange(3) != row
             assert (match_answers(model, Rows(wrong, start, stop)) == expected).all()
+
+
+def test_exact_match_computes_no_more_logits_at_once_than_allowed(monkeypatch):
+    monkeypatch.setattr(lab_finetuning, "MAX_LOGITS", 2 * 5 * 7 + 1)  # two rows
+    sizes: list[int] = []
+
+    class Model(torch.nn.Module):
+        """Its most likely token is always 3."""
+
+        device = torch.device("cpu")
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7))
+
+        def forward(self, input_ids, use_cache):
+            sizes.append(len(input_ids))
+            logits = torch.zeros(*input_ids.shape, 7)
+            logits[..., 3] = 1
+            return SimpleNamespace(logits=logits)
+
+    ids = torch.full((5, 5), 3)
+    ids[1, 4] = 2  # in an answer
+    ids[2, 1] = 2  # in a prompt
+    rows = Rows(ids, torch.full((5,), 3), torch.full((5,), 5))
+    assert match_answers(Model(), rows).tolist() == [True, False, True, True, True]
+    assert sizes == [2, 2, 1]
 
 
 @pytest.fixture

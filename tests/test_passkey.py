@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,6 +279,32 @@ def test_attention_without_a_mask_equals_attention_with_it(family, monkeypatch):
     with seam.using(model, lower_right_attention):
         _, maskless = logits_after_prefix(model, rows, 6)
     assert torch.allclose(masked, maskless, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"scaling": None}, {"scaling": 0.3}])
+def test_the_last_queries_attend_with_the_scale_of_the_head(scaling):
+    """By torch's own attention, whose default scale is 1/√width."""
+    query, key, value = (torch.randn(1, 2, length, 16) for length in (5, 9, 9))
+    mask = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    output, _ = lower_right_attention(None, query, key, value, mask, **scaling)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scaling.get("scaling")
+    )
+    assert torch.allclose(output.transpose(1, 2), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("other", [{}, {"shared": 0}, {"device": "cpu"}, {"name": "eager"}])
+def test_only_a_shared_prefix_on_a_gpu_replaces_attention(other, monkeypatch):
+    case = {"shared": 4, "device": "cuda", "name": "sdpa"} | other
+    cache = PrefixCache.__new__(PrefixCache)
+    cache.shared = case["shared"]
+    cache.model = SimpleNamespace(
+        config=SimpleNamespace(_attn_implementation=case["name"]),
+        device=torch.device(case["device"]),
+        _can_set_attn_implementation=lambda: True,
+    )
+    monkeypatch.setattr(passkey.seam, "using", lambda model, attention: attention)
+    assert (cache.maskless_attention() is lower_right_attention) == (not other)
 
 
 @pytest.mark.parametrize("heads", [4, 2])

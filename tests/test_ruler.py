@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -31,7 +32,7 @@ from farspan.evals.engine import Generated
 from farspan.evals.gates import METRICS
 from farspan.evals.ruler import Ruler, most_units, string_match
 from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS
-from farspan.evals.ruler_words import ADJECTIVES, NOUNS
+from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -307,6 +308,83 @@ def test_the_answer_has_its_published_room_or_more_if_its_tokens_need_it(tokeniz
 
     assert rooms(tokenizers["subword"]) == [128] * 8 + [30, 120, 50, 32, 32]
     assert rooms(TwoTokensPerCharacter(), ("vt", "fwe"), 9000) == [2 * (5 * 5 + 5), 50]
+
+
+NIAH_SETTINGS = {  # of Hsieh 2024: keys hidden, values of each, keys asked for, kind of value
+    "niah_single_1": (1, 1, 1, "number"),
+    "niah_single_2": (1, 1, 1, "number"),
+    "niah_single_3": (1, 1, 1, "uuid"),
+    "niah_multikey_1": (4, 1, 1, "number"),
+    "niah_multikey_2": (1, 1, 1, "number"),  # and as many others as fit
+    "niah_multikey_3": (1, 1, 1, "uuid"),
+    "niah_multivalue": (1, 4, 1, "number"),
+    "niah_multiquery": (4, 1, 4, "number"),
+}
+
+
+@pytest.fixture(scope="session")
+def essay(tmp_path_factory):
+    file = tmp_path_factory.mktemp("essay") / "essay.txt"
+    file.write_text("The sun rose over the hills. Nobody was awake. " * 40)
+    return file
+
+
+@pytest.mark.parametrize("task", NIAH_SETTINGS)
+def test_needles_are_those_of_the_published_settings(task, essay):
+    keys, values, queries, kind = NIAH_SETTINGS[task]
+    ruler = Ruler((4096,), (task,), 1, essay)
+    prompt = ruler._maker.prompt(ruler.cells()[0], 0, ())
+    hidden = NEEDLE.findall(prompt.context(0))
+    assert Counter(Counter(key for key, _ in hidden).values()) == {values: keys}
+    asked = re.search(r" for (.*) mentioned", prompt.question)[1]
+    assert len(re.split(r", and |, ", asked)) == queries
+    assert {*prompt.answers} == {value for key, value in hidden if key in asked}
+    assert len(prompt.answers) == queries * values
+    if queries * values > 1:
+        assert prompt.head.startswith(f"Some special magic {kind}s are hidden")
+        assert prompt.question.startswith(f"\nWhat are all the special magic {kind}s for")
+        assert prompt.answer_start.endswith("are")
+    else:
+        assert prompt.head.startswith(f"A special magic {kind} is hidden")
+        assert prompt.question.startswith(f"\nWhat is the special magic {kind} for")
+        assert prompt.answer_start.endswith("is")
+
+
+def test_cells_name_their_haystacks(essay):
+    cells = Ruler((4096,), samples=1, haystack=essay).cells()
+    names = {cell.task: cell.settings["haystack"].partition(" ")[0] for cell in cells}
+    own = {"niah_single_1": "noise", "niah_multikey_2": "needle", "niah_multikey_3": "needle"}
+    own |= {"vt": "noise", "cwe": "words", "fwe": "words"}
+    assert names == dict.fromkeys(TASKS[:11], "essay.txt") | own
+
+
+def test_needles_lie_at_40_even_depths():
+    depths = draw_depths(np.random.default_rng(0), 40)
+    assert sorted(depths) == pytest.approx(np.linspace(0, 1, 40).tolist())
+
+
+def test_common_words_are_filled_up_by_the_next_words():
+    ruler = Ruler((4096,), ("cwe",), 1)
+    prompt = ruler._maker.prompt(ruler.cells()[0], 0, (30, 3, 10, 3, 40))
+
+    def listed(text):
+        pairs = re.findall(r"(\d+)\. (\S+)", text)
+        return [int(number) for number, _ in pairs], [word for _, word in pairs]
+
+    numbers, words = listed(prompt.context(5))
+    more, filler = listed(prompt.filler(5, 8))
+    assert numbers + more == list(range(1, 30 * 10 + 3 * 5 + 8 + 1))
+    assert {*words, *filler} == {*listed(prompt.context(13))[1]}
+    assert not {*filler} & {*words}
+
+
+@pytest.mark.parametrize(("score", "length"), [(0.86, 4096), (0.85, 0)])
+def test_a_length_is_effective_from_the_published_threshold_on(score, length):
+    """Llama-2-7B's 85.6 at 4K tokens."""
+    sample = {"task": "vt", "length": 4096, "haystack": "noise", "score": score}
+    *_, effective = Ruler((4096,), ("vt",)).score([sample] * 3)
+    assert (effective.metric, effective.value) == ("effective_length", length)
+    assert effective.tags["threshold"] == 85.6
 
 
 def test_words_repeat_as_published(tokenizers):

@@ -120,15 +120,76 @@ def test_execution_uses_the_text_even_if_it_is_empty():
         execute("sorting", example.input, blank)
 
 
-def test_steps_of_an_addition():
-    text = write_scratchpad("addition", "Compute 5 3 + 7 ?", "The answer is 6 0 .", "icovr")
-    assert text == (
-        "<step> <input> 3 + 7 <computation> 3 + 7 + 0 = 1 0 <output> 0 <variables> carry = 1 "
-        "<remaining> 5 + "
-        "<step> <input> 5 + 0 <computation> 5 + 0 + 1 = 6 <output> 6 <variables> carry = 0 "
-        "<remaining> + "
-        "The answer is 6 0 ."
-    )
+WRITTEN = {  # question, answer, and steps in the order of PARTS
+    "addition": (
+        "Compute 5 3 + 7 ?",
+        "6 0",
+        ("3 + 7", "3 + 7 + 0 = 1 0", "0", "carry = 1", "5 +"),
+        ("5 + 0", "5 + 0 + 1 = 6", "6", "carry = 0", "+"),
+    ),
+    "summation": (
+        "Compute ( 5 + 7 ) % 10 ?",
+        "2",
+        ("5", "( 0 + 5 ) % 10 = 5", "5", "sum = 5", "7"),
+        ("7", "( 5 + 7 ) % 10 = 2", "2", "sum = 2", ""),
+    ),
+    "parity": (
+        "Is the number of ones even in 1 0 1 ?",
+        "yes",
+        ("1", "even + 1 = odd", "odd", "parity = odd", "0 1"),
+        ("0", "odd + 0 = odd", "odd", "parity = odd", "1"),
+        ("1", "odd + 1 = even", "even", "parity = even", ""),
+    ),
+    "polynomial": (
+        "Evaluate x = - 2 in ( + 3 x ** 1 - 2 x ** 3 ) % 10 ?",
+        "0",
+        *(
+            (
+                "+ 3 x ** 1",
+                "+ 3 * ( - 2 ) ** 1 = - 6",
+                "- 6",
+                "x = - 2 , sum = 4",
+                "- 2 x ** 3",
+            ),
+            ("- 2 x ** 3", "- 2 * ( - 2 ) ** 3 = 1 6", "1 6", "x = - 2 , sum = 0", ""),
+        ),
+    ),
+    "sorting": (
+        "Sort w24 w06 ?",
+        "w06 w24",
+        ("w24", "minimum", "w06", None, "w24"),
+        ("w24", "minimum", "w24", None, ""),
+    ),
+    "sorting-numbers": (
+        "Sort 1 2 0 , 5 3 ?",
+        "5 3 , 1 2 0",
+        ("1 2 0", "minimum", "5 3", None, "1 2 0"),
+        ("1 2 0", "minimum", "1 2 0", None, ""),
+    ),
+    "lego": (
+        "If u = - b , b = - 1 . Then , what is the value of u ?",
+        "+ 1",
+        ("b = - 1", "b = - ( + 1 ) = - 1", "b = - 1", None, "u = - b"),
+        ("u = - b", "u = - ( - 1 ) = + 1", "u = + 1", None, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_steps_by_hand(name):
+    question, answer, *expected = WRITTEN[name]
+    words = f"The answer is {answer} ."
+    tags = ("<input>", "<computation>", "<output>", "<variables>", "<remaining>")
+    written = [
+        word
+        for step in expected
+        for word in (
+            "<step>",
+            *(f"{t} {w}" for t, w in zip(tags, step, strict=True) if w is not None),
+        )
+    ]
+    text = write_scratchpad(name, question, words, parse_parts("full", name))
+    assert text.split() == " ".join((*written, words)).split()
 
 
 @pytest.mark.parametrize("name", ["addition", "summation", "polynomial"])

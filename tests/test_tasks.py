@@ -25,8 +25,10 @@ from farspan.lab.tasks import (
     Example,
     LabTask,
     _balance,
+    _number,
     draw_examples,
     find_task,
+    length_weights,
     make_splits,
 )
 from farspan.lab.tokenizer import SPECIAL_TOKENS, WordTokenizer
@@ -271,6 +273,61 @@ def test_count_is_the_number_of_distinct_examples(name, length):
     assert len(distinct) == count
 
 
+COUNTS = {  # of two items, by the sizes of the sets that they are drawn from
+    **dict.fromkeys(("copy", "copy-next", "copy-double"), 100**2),
+    **dict.fromkeys(("reverse", "reverse-double", "reverse-copy"), 100**2),
+    **dict.fromkeys(("copy-repeat", "copy-repeat-double"), 100),
+    "copy-replace": 100 * 99,
+    "reverse-numbers": 90**2,  # numbers of two digits
+    "addition": 100**2 - 10**2,  # pairs below 100, less those below 10
+    "polynomial": 5 * (7 * 4) ** 2,  # x, and a coefficient and a power for each term
+    "sorting": 50**2,
+    "sorting-numbers": 9990**2,  # numbers of two to four digits
+    "summation": 9**2,
+    "parity": 2**2,
+    "lego": 2 * 26 * 25 * 2**2,  # orders, names and signs; the second name is asked for
+    "lego-ordered": 26 * 25 * 2**2,
+    "scan": 88,
+    "pcfg": np.inf,
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_counts_follow_from_the_alphabets(name):
+    assert TASKS[name].count(2) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_lengths_and_their_frequencies_are_those_of_kazemnejad_2023(name):
+    """Tests are up to twice as long as examples to train on; SCAN and PCFG have released splits."""
+    task = TASKS[name]
+    usual = ((1, 8), (9, 16)) if task.group == "reasoning" else ((2, 20), (21, 40))
+    released = {"scan": ((1, 25), (26, 48)), "pcfg": ((1, 8), (9, 35))}
+    assert (task.train, task.test) == released.get(name, usual)
+    assert task.count(task.train[1]) > 0
+    frequencies = {"addition": 2 * 2 - 1, "scan": COUNTS["scan"], "pcfg": pcfg.RELEASED[2]}
+    assert task.frequency(2) == frequencies.get(name, 1)
+
+
+def test_a_first_digit_of_0_becomes_any_other():
+    """Then all numbers of a size are equally likely: each first digit has 1/10 + 1/10 · 1/9."""
+    again = Counter(
+        str(_number(2, np.random.default_rng(seed)))[0]
+        for seed in range(1_000)
+        if np.random.default_rng(seed).integers(10, size=2)[0] == 0
+    )
+    assert set(again) == set("123456789")
+    assert chisquare(list(again.values())).pvalue > 1e-3
+
+
+def test_lengths_are_drawn_evenly_unless_the_released_frequencies_are_asked_for():
+    task = TASKS["addition"]
+    assert length_weights(task, (2, 5), even=True) == {2: 1, 5: 1}
+    assert length_weights(task, (2, 5), even=False) == {2: 3, 5: 9}
+    for split in make_splits(task, 28, 14, seed=0, train=(2, 8), test=(9, 15)):
+        assert set(Counter(example.length for example in split).values()) == {len(split) / 7}
+
+
 def test_draws_are_distinct_balanced_and_repeatable():
     task = TASKS["addition"]
     drawn = draw_examples(task, (3, 6), 402, seed=5)
@@ -478,6 +535,23 @@ def test_pcfg_expressions_have_released_sizes():
             assert sum(word in pcfg.UNARY or word in pcfg.BINARY for word in words) == functions
             assert len(words) <= 71
             assert 2 <= len(value) <= 128
+
+
+def test_pcfg_is_that_of_hupkes_2020():
+    """520 symbols in strings of 2 to 5; 81,010 examples of up to 8 functions, 11,333 of more."""
+    assert set(pcfg.SYMBOLS) == {f"{chr(65 + n // 20)}{n % 20 + 1}" for n in range(520)}
+    assert {*pcfg.RELEASED} == {*range(1, 31), 32, 35}
+    assert sum(pcfg.RELEASED[functions] for functions in range(1, 9)) == 81_010
+    assert sum(pcfg.RELEASED.values()) == 81_010 + 11_333
+    rng, sizes, binary = np.random.default_rng(0), Counter(), 0
+    for _ in range(300):
+        words = pcfg.expression(3, rng)[0].split()
+        binary += sum(word in pcfg.BINARY for word in words)
+        names = "|".join((*pcfg.UNARY, *pcfg.BINARY, ","))
+        strings = re.split(rf"(?: ?\b(?:{names})\b|,) ?", " ".join(words))
+        sizes.update(len(string.split()) for string in strings if string.strip())
+    assert set(sizes) == {2, 3, 4, 5}
+    assert binary / 900 == pytest.approx(0.4, abs=0.06)  # 3.7 standard errors
 
 
 @pytest.fixture(scope="module")

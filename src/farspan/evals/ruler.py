@@ -21,7 +21,6 @@ from farspan.evals.ruler_tasks import (
     ANSWER_TOKENS,
     ESSAYS,
     NIAH_TASKS,
-    SHORT_FORMS,
     TASKS,
     RulerPrompt,
     RulerTasks,
@@ -83,9 +82,8 @@ class Ruler:
 
         texts = [tokenizer.decode(row) for row in rows]
         samples = answer_samples(cell, prompts, texts, generated, answer_tokens, score)
-        if cell.task in SHORT_FORMS:
-            for sample, prompt in zip(samples, prompts, strict=True):
-                sample["form"] = "short" if prompt.short else "published"
+        for sample, prompt in zip(samples, prompts, strict=True):
+            sample |= {"form": prompt.form} if prompt.form else {}
         return samples
 
     def score(self, samples: list[Sample]) -> list[Score]:

@@ -103,7 +103,6 @@ ANSWER_TOKENS = {
     **dict.fromkeys(QA_FILES, 32),
 }
 TASKS = tuple(ANSWER_TOKENS)
-SHORT_FORMS = ("vt", "cwe")  # the tasks that have one
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +119,7 @@ class RulerPrompt:
     least: int = 0  # units
     most: int = 1 << 40  # units
     written: str = ""  # the answers as a model would write them; default: with commas
-    short: bool = False  # without the solved example, and with fewer repeats, to fit a length
+    form: str = ""  # of vt and cwe: published, or short (no solved example, fewer repeats)
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ class RulerTasks:
             tuple(names),
             depths,
             written=" ".join(names),
-            short=not example_noise,
+            form="published" if example_noise else "short",
         )
 
     def _cwe(self, number: int, common: int, uncommon: int, *example: int) -> RulerPrompt:
@@ -255,7 +254,7 @@ class RulerTasks:
             tuple(answers),
             least=1,
             written=numbered(answers),
-            short=not example,
+            form="published" if example else "short",
         )
 
     def _fwe(self, length: int, number: int) -> RulerPrompt:

@@ -37,7 +37,7 @@ from farspan.train.optim import OptimizerConfig, make_optimizers
 from farspan.train.sharding import data_parallel
 from farspan.train.steps import TrainingTask
 
-IGNORED = -100  # the label of tokens that are not trained on
+IGNORED = -100  # the label that torch's loss leaves out
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,7 @@ class AnswerLoss(nn.Module):
         ids, labels = batch
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
+        return F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten())
 
 
 def draw_batch(rows: Rows, config: FinetuneConfig, step: int) -> Tensor:

@@ -289,18 +289,17 @@ def _sorting(mark: str) -> Machine:
 
 
 # LEGO: each step resolves the clause that uses the last result, up to the target variable. The
-# result is the step's output, so there is no variables part; the machine's variables are the target
-# and, after the first step, the name and the sign of the last result.
+# result is the step's output, so there is no variables part. The machine's variables are the
+# target, then the name and the sign of the last result, at first those of + 1.
 
 
 def _next_clause(remaining: Tokens, variables: Tokens) -> Tokens:
-    base = variables[1] if len(variables) > 1 else "1"
-    return next(clause for clause in _split(remaining, ",") if clause[-1] == base)
+    return next(clause for clause in _split(remaining, ",") if clause[-1] == variables[1])
 
 
 def _resolve(taken: Tokens, variables: Tokens) -> Tokens:
     name, equals, sign, _base = taken
-    before = variables[2] if len(variables) > 1 else "+"
+    before = variables[2]
     return (name, equals, sign, "(", before, "1", ")", "=", "+" if sign == before else "-", "1")
 
 
@@ -311,8 +310,8 @@ def _without_clause(remaining: Tokens, taken: Tokens, output: Tokens) -> Tokens:
 
 
 LEGO = Machine(
-    begin=lambda question: (_between(question, "If", "."), (question[-2],)),
-    done=lambda remaining, variables: len(variables) > 1 and variables[0] == variables[1],
+    begin=lambda question: (_between(question, "If", "."), (question[-2], "1", "+")),
+    done=lambda remaining, variables: variables[0] == variables[1],
     take=_next_clause,
     compute=_resolve,
     conclude=lambda computation, remaining: (computation[0], *computation[-3:]),

@@ -52,20 +52,21 @@ from farspan.model.encodings import encoding_class
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
 from farspan.model.transformer import FarspanForCausalLM, zero_outputs
 
-# Encoding -> the network's position setting, and the fraction of each head that is rotated.
-ENCODINGS: dict[str, tuple[str, float]] = {
-    "none": ("none", 1.0),
-    "t5": ("t5", 1.0),
-    "alibi": ("alibi", 1.0),
-    "rotary": ("rope", 1.0),
-    "rotary-quarter": ("rope", 0.25),  # what Kazemnejad 2023's code trained as rotary
-    "sinusoidal": ("sinusoidal", 1.0),  # called APE in Kazemnejad 2023
-    "learned": ("learned", 1.0),  # rows beyond the train length stay untrained
-    "kerple": ("kerple", 1.0),
-    "fire": ("fire", 1.0),
-    "cope": ("cope", 1.0),
-    "randomized": ("randomized", 1.0),
+ENCODINGS = {  # -> the network's position setting
+    "none": "none",
+    "t5": "t5",
+    "alibi": "alibi",
+    "rotary": "rope",
+    "rotary-quarter": "rope",
+    "sinusoidal": "sinusoidal",  # called APE in Kazemnejad 2023
+    "learned": "learned",  # rows beyond the train length stay untrained
+    "kerple": "kerple",
+    "fire": "fire",
+    "cope": "cope",
+    "randomized": "randomized",
 }
+# The rotated fraction of each head, if not all; Kazemnejad 2023's code trained this as rotary.
+ROTARY_FRACTIONS = {"rotary-quarter": 0.25}
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
 RESULT_FORMAT = 5  # version of a cell's result
@@ -446,7 +447,6 @@ def network_config(
 ) -> FarspanConfig:
     """The network of an encoding. Learned positions have `reach` rows, trained or not."""
     own = {name: code for name, code in (custom_encodings or {}).items() if name == encoding}
-    position, fraction = (encoding, 1.0) if own else ENCODINGS[encoding]
     return FarspanConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.width,
@@ -455,8 +455,8 @@ def network_config(
         num_attention_heads=shape.heads,
         max_position_embeddings=train_length,
         position_table=reach,
-        position=position,
-        rotary_fraction=fraction,
+        position=encoding if own else ENCODINGS[encoding],
+        rotary_fraction=ROTARY_FRACTIONS.get(encoding, 1.0),
         base_scale=shape.base_scale or None,
         mlp=shape.mlp,
         dropout=shape.dropout,
