@@ -170,7 +170,9 @@ def test_a_failure_is_one_sentence_and_loses_nothing(fault, server, tmp_path, mo
     assert kept == 7
     server.fault, server.requests[:] = lambda number, body: None, []
     assert run(monkeypatch, capsys, server.url, out, *options)[0] == 0
-    assert len(server.requests) == 2 + asked - kept
+    # A request that the first run left open may come late: count prompts, not requests.
+    prompts = {json.dumps(body["prompt"]) for body in server.requests}
+    assert len(prompts) == 2 + asked - kept
     assert scores(out)["recall", "single", 256]["value"] == 1
 
 
