@@ -398,7 +398,7 @@ def test_a_served_bundled_model_scores_as_the_loaded_one(engine, tmp_path, monke
         for evaluation in (Passkey, Needle):
             monkeypatch.setattr(evaluation, "cells", _first_cells(evaluation.cells, 1))
         for suite, settings in (("passkey", {}), ("needle", {"limit": 5})):
-            settings |= {"lengths": [256]}
+            settings |= {"lengths": [256], "preset": "full"}
             options = EngineOptions(name, TWIN)
             out = tmp_path / suite
             served = farspan.evaluate(url, suite, out, engine=options, **settings)
