@@ -167,7 +167,7 @@ def test_a_failure_is_one_sentence_and_loses_nothing(fault, server, tmp_path, mo
     assert KEY not in printed
     assert not (out / "record.json").exists()
     kept = len(list((out / "answers" / "cells").glob("*.json")))
-    assert kept == 7
+    assert kept in (6, 7), "all but one that may be on its way when the other one fails"
     server.fault, server.requests[:] = lambda number, body: None, []
     assert run(monkeypatch, capsys, server.url, out, *options)[0] == 0
     # A request that the first run left open may come late: count prompts, not requests.

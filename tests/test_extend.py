@@ -51,6 +51,7 @@ from farspan.report import style
 from farspan.train.loop import PlateauRule
 from farspan.train.steps import EagerSteps
 from farspan.workflows import extend as extend_workflow
+from farspan.workflows import search_folder
 from farspan.workflows.extend import extend
 
 QUICK = SearchConfig(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
@@ -1217,7 +1218,7 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(extend_workflow.shutil, "rmtree", killed)
+        patched.setattr(search_folder.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             extend(
                 tiny / "none",
@@ -1244,14 +1245,14 @@ def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch
 
 
 def test_a_search_that_cannot_be_removed_does_not_spoil_the_patch(tiny, tmp_path, monkeypatch):
-    remove = extend_workflow._remove_search
+    remove = search_folder._remove
 
     def fail_at_the_end(folder):
         if (tmp_path / "b").exists():
             raise OSError(5, "Input/output error")
         remove(folder)
 
-    monkeypatch.setattr(extend_workflow, "_remove_search", fail_at_the_end)
+    monkeypatch.setattr(search_folder, "_remove", fail_at_the_end)
     recipe = replace(FEW, search=QUICK)
     extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=recipe)
     assert (tmp_path / "b" / "patch.json").exists()

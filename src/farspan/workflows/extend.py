@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -32,7 +31,7 @@ from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError, first_line
 from farspan.evals.passkey import passkey_accuracy, scored_documents
-from farspan.files import check_absent, new_folder, write_bytes, write_text
+from farspan.files import check_absent, new_folder, write_text
 from farspan.lengths import doublings, parse_length
 from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
@@ -61,7 +60,6 @@ from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.summaries import Plotted, draw
-from farspan.train.loop import LOCK, lock_run
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.train.sharding import processes
@@ -72,9 +70,9 @@ from farspan.workflows.extend_estimate import (
     extension_stages,
 )
 from farspan.workflows.inspect import describe_temperatures
+from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
-CLAIM = "claim.toml"  # of a search folder: what its checkpoints belong to
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
 
 Data = str | Path | Mapping[str, str | Path]
@@ -193,9 +191,10 @@ def extend(
     run = _make_run(model, *given, progress, say)
     to = parse_length(to)
     out, state = Path(out or f"{Path(str(model)).name}-{to}"), processes()
-    _check_output(out)
+    check_output(out)
     prepared = _prepare(run, data, to, train_length, out)
-    with _search_folder(prepared.job, run):
+    job = prepared.job
+    with search_folder(search_path(out), _search_claim(job, run)), _explained_memory(job, run):
         check_absent(out)  # another process may have written it before this one got the lock
         prepared = _announce(prepared)
         result = _fit(prepared, out)
@@ -389,7 +388,7 @@ def _make_job(
         name=str(run.model),
         position=run.position,
         seed=run.config.seed,
-        folder=_search_path(out),
+        folder=search_path(out),
         tokenizer=tokenizer,
         begin=tuple(begin_of_text(tokenizer)),
         progress=run.progress,
@@ -481,68 +480,18 @@ def _split_text(
     }
 
 
-def _check_output(out: Path) -> None:
-    """Refuse an output that is there already; remove what the kill of its process left."""
-    folder = _search_path(out)
-    if out.exists() and folder.is_dir() and not (folder / CLAIM).exists():
-        with suppress(FarspanError), lock_run(folder):  # refused while its process lives
-            _remove_search(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-    check_absent(out)
-
-
-def _search_path(out: Path) -> Path:
-    return out.with_name(f".{out.name}.search")
-
-
 @contextmanager
-def _search_folder(job: FitJob, run: _ExtendRun) -> Iterator[None]:
-    """Resume an interrupted search of the same extension, refuse another one's, clean up.
-
-    A search that finished, or that failed before its first checkpoint, leaves nothing behind.
-    """
-    folder = job.folder
-    assert folder is not None
-    claim, file = _search_claim(job, run).encode(), folder / CLAIM
-    is_main = processes().is_main_process
-    with lock_run(folder):
-        stored = file.read_bytes() if file.exists() else None
-        if stored not in (None, claim) and list(folder.glob("*/checkpoints/step-*")):
-            raise FarspanError(
-                f"{folder} holds the unfinished search of another extension; finish that one, or "
-                "remove the folder"
-            )
-        if is_main:
-            if stored != claim:
-                _remove_search(folder)
-            write_bytes(file, claim)
-        try:
-            yield
-        except BaseException as error:
-            if is_main and not list(folder.glob("*/checkpoints/step-*")):
-                _remove_search(folder)
-                shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, RuntimeError) and out_of_memory(error):
-                raise FarspanError(
-                    f"out of memory on windows of {job.search.shape[1]} tokens; rerun with "
-                    f"{_smaller_batches(run.names, run.config)}a shorter target than "
-                    f"{job.target}"
-                ) from error
+def _explained_memory(job: FitJob, run: _ExtendRun) -> Iterator[None]:
+    """Say which settings save memory if it runs out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
             raise
-        if is_main:
-            with suppress(OSError):  # the patch is written; the next command removes the rest
-                _remove_search(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_search(folder: Path) -> None:
-    """Remove the files of a search except its lock.
-
-    The claim goes first: what a kill leaves is then nobody's, and the next search removes it.
-    """
-    (folder / CLAIM).unlink(missing_ok=True)
-    for leftover in [path for path in folder.iterdir() if path.name != LOCK]:
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        raise FarspanError(
+            f"out of memory on windows of {job.search.shape[1]} tokens; rerun with "
+            f"{_smaller_batches(run.names, run.config)}a shorter target than {job.target}"
+        ) from error
 
 
 def _search_claim(job: FitJob, run: _ExtendRun) -> str:
@@ -688,8 +637,7 @@ def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
         result = replace(result, proof=proof, effect=effect)
         _write_record(folder, result, prepared)
         # From here on the search belongs to nobody: a kill before it is removed leaves no claim.
-        assert prepared.job.folder is not None
-        (prepared.job.folder / CLAIM).unlink(missing_ok=True)
+        (search_path(result.folder) / CLAIM).unlink(missing_ok=True)
     return result
 
 
