@@ -90,10 +90,7 @@ class Needle:
 
     def score_keys(self) -> list[ScoreKey]:
         """Recall at every length; the effective length belongs to the longest one."""
-        lengths = sorted({cell.length for cell in self.cells()})
-        tasks = [*self.tasks, *["average"] * (len(self.tasks) > 1)]
-        recall = [ScoreKey(NAME, task, "recall", length) for task in tasks for length in lengths]
-        return recall + [ScoreKey(NAME, task, "effective_length", lengths[-1]) for task in tasks]
+        return recall_keys(NAME, self.tasks, sorted({cell.length for cell in self.cells()}))
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
@@ -310,6 +307,13 @@ def task_scores(
             count = sum(score.n for score in parts)
             scores.append(Score(name, metric, length, *mean, count, dict(tags)))
     return scores
+
+
+def recall_keys(name: str, tasks: Sequence[str], lengths: Sequence[int]) -> list[ScoreKey]:
+    """Recall of each task and of their average at every length, then their effective lengths."""
+    tasks = [*tasks, *["average"] * (len(tasks) > 1)]
+    recall = [ScoreKey(name, task, "recall", length) for task in tasks for length in lengths]
+    return recall + [ScoreKey(name, task, "effective_length", lengths[-1]) for task in tasks]
 
 
 def effective_lengths(means: list[Score], threshold: float) -> list[Score]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from farspan.errors import FarspanError
 from farspan.evals.answers import answer_samples, encode, generate_texts
-from farspan.evals.needle import Needle, NeedleSample, effective_lengths, task_scores
+from farspan.evals.needle import Needle, NeedleSample, effective_lengths, recall_keys, task_scores
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey
 
 NAME = "nonliteral"
@@ -165,10 +165,7 @@ class NonLiteral:
 
     def score_keys(self) -> list[ScoreKey]:
         """Of all tasks, as if they were solved at the short length."""
-        lengths = sorted({SHORT, *self.lengths})
-        tasks = [*self.tasks, *["average"] * (len(self.tasks) > 1)]
-        keys = [ScoreKey(NAME, task, "recall", length) for task in tasks for length in lengths]
-        return keys + [ScoreKey(NAME, task, "effective_length", lengths[-1]) for task in tasks]
+        return recall_keys(NAME, self.tasks, sorted({SHORT, *self.lengths}))
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)

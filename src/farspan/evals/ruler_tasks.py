@@ -221,7 +221,7 @@ class RulerTasks:
     def _cwe(self, number: int, common: int, uncommon: int, *example: int) -> RulerPrompt:
         """Ten words that repeat more often than the others, in a numbered list.
 
-        example: how often its common and its uncommon words repeat, and the number of the latter.
+        example: the repetitions of its common and its uncommon words, and the number of the latter.
         """
         words = list(islice(draw_words(self._rng("cwe", number)), 20))
         answers, shown = words[:10], words[10:]

@@ -22,7 +22,7 @@ SHARED = {"passkey": 0.5}  # prompts share their beginning, on average half of a
 class EvalClock:
     """The expected time of the missing cells of one model, and what is left of it.
 
-    The time of a served model, and of cells that do not say how many texts they read, is unknown.
+    The time of a served model, and of cells without a count of texts, is unknown.
     """
 
     def __init__(self, model: EvalModel, missing: Mapping[str, EvalCell], preset: str = "full"):
