@@ -61,9 +61,10 @@ types: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
 
-# The figures of the documentation that have records, drawn again.
+# The figures and tables of the documentation that have records, drawn again.
 figures: $(VENV)/.installed
 	$(BIN)/python benchmarks/draw_figures.py
+	$(BIN)/python benchmarks/draw_tables.py
 
 # The documentation as a site, in site/; a warning is an error.
 docs: $(VENV)/.installed
