@@ -42,5 +42,19 @@ def on_page_markdown(markdown, page, **_):
 def on_post_build(config):
     import jupytext
 
-    notebook = jupytext.read(ROOT / "docs" / "tutorial.md")
-    jupytext.write(notebook, Path(config["site_dir"]) / "tutorial" / NOTEBOOK)
+    jupytext.write(tutorial_notebook(), Path(config["site_dir"]) / "tutorial" / NOTEBOOK)
+
+
+def tutorial_notebook():
+    """The tutorial as a notebook, which stands alone: without its picture, links as their text."""
+    import jupytext
+
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n", "", text, flags=re.MULTILINE)
+    notebook = jupytext.reads(re.sub(r"\[([^\]]+)\]\(\w+\.md[^)]*\)", r"\1", text), fmt="md")
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
+    return notebook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -66,12 +67,34 @@ def test_the_file_layout_of_the_studies_is_read(tmp_path, monkeypatch):
     assert texts == [document["text"] for document in names["documents"]]
 
 
+@pytest.fixture(scope="module")
+def notebook():
+    """The tutorial as the notebook of the site."""
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks.tutorial_notebook()
+
+
+def test_the_notebook_has_the_blocks_of_the_tutorial_and_no_link_to_a_page(notebook):
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert code == [block.rstrip("\n") for block in blocks("tutorial.md")]
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "It is an ordinary transformers model. Export writes" in text
+    assert "](" not in text
+
+
 @pytest.mark.long
-def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    for block in blocks("tutorial.md"):
-        exec(block, names)
-    assert names["result"].after["loss@1024"] < names["result"].before["loss@1024"]
+def test_the_notebook_runs(notebook, tmp_path, monkeypatch):
+    from nbclient import NotebookClient  # here, for only this test needs a kernel
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = "".join(each.text for each in outputs if each.get("name") == "stdout")
+    before, after = re.search(r"^(\d+\.\d+) (\d+\.\d+)$", printed, re.MULTILINE).groups()
+    assert float(after) < float(before)
+    shown = [each.data for each in outputs if each.output_type == "execute_result"]
+    assert any("image/png" in data for data in shown)  # diagnosis.plot()
+    assert any("<caption>ExtendResult" in data.get("text/html", "") for data in shown)
     assert "nope-1k" in (tmp_path / "report.html").read_text()
-    assert "none" in capsys.readouterr().out
