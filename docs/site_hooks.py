@@ -31,10 +31,12 @@ def _inside_docs(text: str) -> str:
 
 
 def on_page_markdown(markdown, page, **_):
-    """Links to files that the site does not have become their text."""
+    """Links to copies lead to them. Links to files that the site does not have become text."""
     if page.file.src_uri == "tutorial.md":
         link = f'<a href="{NOTEBOOK}" download>This page as a notebook</a>'
         markdown = markdown.replace("\n\n", f"\n\n{link}\n\n", 1)
+    for name, source in COPIES.items():
+        markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./{source}", rf"](\1{name}", markdown)
     outside = r"(?:(?:\.\./)+(?:src|tests|benchmarks)/[^)]*|CITATION\.cff)"
     return re.sub(rf"\[([^\]]+)\]\({outside}\)", r"\1", markdown)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,14 +29,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
-def links(page: Path) -> list[str]:
-    text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text()))
+def links(text: str) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", without_code(text))
     return re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path):
-    for link in links(page):
+    for link in links(page.read_text()):
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
@@ -68,11 +70,27 @@ def test_the_file_layout_of_the_studies_is_read(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def notebook():
-    """The tutorial as the notebook of the site."""
+def hooks():
     spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_of_the_site_stay_in_it(hooks):
+    """`make docs` refuses a link to a file above docs/."""
+    for page in sorted(DOCS.rglob("*.md")):
+        source = str(page.relative_to(DOCS))
+        file = SimpleNamespace(file=SimpleNamespace(src_uri=source))
+        for link in links(hooks.on_page_markdown(page.read_text(), file)):
+            target = os.path.normpath(DOCS / source / ".." / link.partition("#")[0])
+            path = Path(target).relative_to(DOCS)
+            assert str(path) in hooks.COPIES or (DOCS / path).exists(), (source, link)
+
+
+@pytest.fixture(scope="module")
+def notebook(hooks):
+    """The tutorial as the notebook of the site."""
     return hooks.tutorial_notebook()
 
 
