@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from farspan.data.documents import read_documents
+from farspan.lab.fleet_training import FleetPlan
+from farspan.lab.study import NetworkShape
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -67,6 +70,14 @@ def test_the_file_layout_of_the_studies_is_read(tmp_path, monkeypatch):
     exec(block, names)
     texts = [document.text for document in read_documents("books_val.jsonl.xz")]
     assert texts == [document["text"] for document in names["documents"]]
+
+
+def test_the_settings_of_networks_and_training_in_the_lab_are_those_of_the_code():
+    """Every key of sizes.NAME and of train, with its default."""
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", (DOCS / "lab.md").read_text(), re.MULTILINE)
+    for config in (NetworkShape(), FleetPlan(steps=4000)):
+        for key, value in asdict(config).items():
+            assert (key, str(value).lower()) in rows
 
 
 @pytest.fixture(scope="module")
