@@ -29,27 +29,35 @@ def select(source: str) -> list[Record]:
     lines = [line for line in records(file) if not group or line.get("group") == group]
     if not lines:
         sys.exit(f"no line of docs/records/{file}.jsonl has the group {group!r}")
-    return like_conversions(lines) if "same_tokens" in lines[0] else lines
+    if any("label" not in line for line in lines):
+        sys.exit(f"a line of docs/records/{file}.jsonl has no label, the name of its row; add one")
+    return like_conversions(lines, source) if "same_tokens" in lines[0] else lines
 
 
-def like_conversions(cells: Sequence[Record]) -> list[Record]:
+def like_conversions(cells: Sequence[Record], source: str) -> list[Record]:
     """Cells of a study, whose base is another cell and whose windows stand by text."""
-    losses = [
+    bases = [index for index, cell in enumerate(cells) if cell["method"] == "none"]
+    if len(bases) != 1:
+        sys.exit(
+            f"{source} has {len(bases)} cells with the method none, the base of the others; "
+            "give each training its own file or group"
+        )
+    windows = [
         {
             context: [value for text in cell["same_tokens"].values() for value in text[context]]
-            for context in cell["passkey"]
+            for context in next(iter(cell["same_tokens"].values()))
         }
         for cell in cells
     ]
-    (base,) = (index for index, cell in enumerate(cells) if cell["method"] == "none")
-    context = str(cells[base]["train_length"])
+    length = str(cells[bases[0]]["train_length"])
+    base = {length: windows[bases[0]][length]}
     return [
         {
             "label": cell["label"],
-            "losses": {"base": {context: losses[base][context]}, "patch": own},
+            "losses": {"base": base, "patch": own},
             "passkeys": {"patch": cell["passkey"]},
         }
-        for cell, own in zip(cells, losses, strict=True)
+        for cell, own in zip(cells, windows, strict=True)
     ]
 
 

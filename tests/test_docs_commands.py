@@ -96,7 +96,8 @@ def check(command: str) -> None:
     elif program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     else:
-        check_script(*arguments[:1], arguments[1:])
+        path, *options = arguments
+        check_script(path, options)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)

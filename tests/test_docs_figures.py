@@ -121,6 +121,16 @@ def test_a_mark_without_table_or_records_is_an_error(tables, command, error):
         tables.with_tables(f"<!-- table: {command} -->\n<!-- end -->")
 
 
+def test_lines_without_label_or_base_are_errors(tables, monkeypatch):
+    cells = [{"same_tokens": {}, "passkey": {}, "method": "swan", "train_length": 8}]
+    monkeypatch.setattr(tables, "records", lambda _: cells)
+    with pytest.raises(SystemExit, match="runs.jsonl has no label"):
+        tables.losses("runs")
+    cells[0]["label"] = "mine"
+    with pytest.raises(SystemExit, match="runs has 0 cells with the method none"):
+        tables.losses("runs")
+
+
 def test_tables_by_hand_are_listed(tables):
     """Pages of results that have a table outside of the marks."""
     pages = {
