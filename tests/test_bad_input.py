@@ -568,7 +568,12 @@ def test_unreachable_dataset_is_one_sentence(monkeypatch):
 def test_refuses_dataset_without_text_column(monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **options: None)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: [{"content": "x"}])
+
+    def load(name, *, split, streaming):
+        assert streaming, "rows come one by one, without a download of the whole data set"
+        return [{"content": "x"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(
         FarspanError, match=r'owner/name has no column "text" \(it has \[.content.\]\)'
     ):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from farspan.cli import app
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.needle import Needle
-from farspan.evals.pairs import paired_differences
+from farspan.evals.pairs import PairedDifference, paired_differences
 from farspan.evals.passkey import Passkey
 from farspan.evals.results import EvalResult
 from farspan.evals.ruler import Ruler
@@ -137,6 +137,13 @@ def test_losses_are_weighted_by_their_tokens():
     own = [{**first, "nll": 20.0}, {**second, "nll": 30.0}]
     other = [{**first, "nll": 10.0}, {**second, "nll": 30.0}]
     assert paired_differences(own, other)["perplexity", "t", 64].value == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "clear"), [(0.1, 0.3, True), (-0.3, -0.1, True), (0, 0.2, False), (-1, 0, False)]
+)
+def test_a_difference_is_clear_if_its_interval_excludes_zero(low, high, clear):
+    assert PairedDifference((low + high) / 2, low, high, 9).clear == clear
 
 
 def test_the_command_prints_and_writes(runs, tmp_path):

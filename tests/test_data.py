@@ -220,6 +220,15 @@ def test_packing_with_two_processes_writes_the_same_bytes(
     assert totals[-1] == packed.tokens
 
 
+def test_every_shard_ends_with_the_document_that_fills_it(tokenizer, tmp_path):
+    """Also those after the first."""
+    documents = [Document(str(number), "a") for number in range(9)]
+    packed = pack(documents, tokenizer, tmp_path / "even", source="words", shard_tokens=5)
+    assert packed.tokens == 2 * len(documents), "a letter and the end of text"
+    manifest = json.loads((packed.folder / "manifest.json").read_text())
+    assert [shard["documents"] for shard in manifest["shards"]] == [3, 3, 3]
+
+
 class Killed(BaseException):
     pass
 
@@ -374,6 +383,7 @@ def test_refuses_broken_manifests(packed, tmp_path):
     outside = {**value["shards"][0], "name": "../tokens"}
     for wrong in (
         {"shards": [outside]},
+        {"shards": [{**value["shards"][0], "documents": 0}]},
         {"shards": []},
         {"shards": 3},
         {"eos": "0"},

@@ -320,24 +320,36 @@ def test_every_format_gives_the_same_documents(tmp_path):
     assert len(list(read_documents(tmp_path))) == 10
 
 
-def test_reads_zstandard_and_parquet(tmp_path):
+TEXTS = [f"text {i}\nof two lines" for i in range(300)]
+
+
+def check_read(good: Path, damaged: Path) -> None:
+    assert [document.text for document in read_documents(good)] == TEXTS
+    damaged.write_bytes(b"broken")
+    with pytest.raises(CorruptError, match="is damaged"):
+        list(read_documents(damaged))
+
+
+def test_reads_zstandard(tmp_path):
     zstandard = pytest.importorskip("zstandard")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
+    check_read(tmp_path / "a.jsonl.zst", tmp_path / "b.jsonl.zst")
+
+
+def test_reads_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    texts = [f"text {i}\nof two lines" for i in range(300)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
-    parquet.write_table(pyarrow.table({"text": texts, "other": range(300)}), tmp_path / "a.parquet")
-    for name in ("a.jsonl.zst", "a.parquet"):
-        assert [document.text for document in read_documents(tmp_path / name)] == texts
-    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "b.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": TEXTS, "other": range(300)}), file)
+    check_read(file, tmp_path / "b.parquet")
+    parquet.write_table(pyarrow.table({"body": TEXTS}), file)
     with pytest.raises(FarspanError, match='has no column "text"'):
-        list(read_documents(tmp_path / "b.parquet"))
-    for name in ("c.jsonl.zst", "c.parquet"):
-        (tmp_path / name).write_bytes(b"broken")
-        with pytest.raises(CorruptError, match="is damaged"):
-            list(read_documents(tmp_path / name))
+        list(read_documents(file))
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), file)
+    with pytest.raises(CorruptError, match="a.parquet, row 2 has no text"):
+        list(read_documents(file))
 
 
 def test_python_docs_is_one_document_in_two_parts():
@@ -407,6 +419,20 @@ def test_windows_match_whole_documents_although_only_prefixes_are_tokenized():
     tokenized.clear()
     cut_windows(documents, counting, 100, 8)
     assert sum(tokenized) < 0.2 * sum(len(document.text) for document in documents)
+
+
+def test_no_token_is_read_once_there_are_enough_windows():
+    read = []
+
+    class Counting(WordTokenizer):
+        def __call__(self, texts: list[str], **options):
+            read.extend(texts)
+            return super().__call__(texts)
+
+    text = "a " * 100
+    cut_windows([Document("one", text), Document("two", text)], Counting(), 3, limit=2)
+    assert len(read) == 2
+    assert max(map(len, read)) < len(text) / 2
 
 
 def test_windows_stay_inside_documents_and_are_listed():

@@ -486,6 +486,31 @@ def test_a_begin_of_text_token_is_in_a_text_once(adds_begin, begins, twin):
     assert text == tokenizer.bos_token * begins + "The sky"
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_losses_belong_to_the_tokens_of_the_row_where_a_server_adds_one(begins, twin):
+    """Texts to a server that begins them itself: its first token counts only if the row has it."""
+    tokenizer = copy.deepcopy(twin[1])
+    setattr(tokenizer, DECISION, begins)
+    client = engine_http.EngineClient("http://localhost:1/v1")
+    engine = Engine(client, tokenizer, MODEL, "completions", False, adds_begin=True)
+    row = [tokenizer.bos_token_id] * begins + [7, 8, 9]
+    values = [None, -1.0, -2.0, -3.0]  # of the added token, 7, 8 and 9
+    choice = {"logprobs": {"token_logprobs": [*values, -0.5]}}
+    losses = prompt_losses("echo", choice, row, engine._offset("echo"))
+    assert losses == ([1.0, 2.0, 3.0] if begins else [2.0, 3.0])
+
+
+@pytest.mark.parametrize(("api", "share"), [("completions", 0.02), ("chat", 0.1)])
+def test_a_server_may_count_a_few_tokens_less(api, share, twin):
+    """In a chat a tenth: its template may be another one."""
+    engine = Engine(
+        engine_http.EngineClient("http://localhost:1/v1"), twin[1], MODEL, api, False, False
+    )
+    engine._check_whole(round(1000 * (1 - share)), 1000)
+    with pytest.raises(FarspanError, match="of a prompt of 1000"):
+        engine._check_whole(round(1000 * (1 - 1.5 * share)) - 8, 1000)
+
+
 def test_the_only_model_needs_no_name(server, tmp_path):
     options = EngineOptions(tokenizer=TWIN)
     farspan.evaluate(server.url, "needle", tmp_path / "out", engine=options, lengths=[256], limit=1)

@@ -309,6 +309,24 @@ def test_default_lengths_depend_on_the_model(tiny):
     assert (len(plan.grid), plan.grid[-1]) == (4, 300), "up to the end of its table"
 
 
+@pytest.mark.parametrize("name", ["needle", "nonliteral", "ruler"])
+@pytest.mark.parametrize(("limit", "samples"), [(None, 20), (3, 3)])
+def test_needles_have_20_samples_or_the_limit(tiny, name, limit, samples):
+    model = load_eval_model(tiny / "none", {})
+    config = EvalConfig((2048,), limit=limit, tasks=("vt",) if name == "ruler" else ())
+    (build,) = SUITES[name].builds
+    assert build(model, make_plan(model, SUITES[name], config, {})).samples == samples
+
+
+def test_requested_lengths_are_not_cut_to_the_text(tiny):
+    """A text that is too short for one is an error then, and a note otherwise."""
+    model = load_eval_model(tiny / "none", {})
+    plan = make_plan(model, SUITES["perplexity"], EvalConfig((256, 10**6)), {"a": tiny / "text"})
+    (build,) = SUITES["perplexity"].builds
+    assert build(model, plan).lengths == (256, 10**6)
+    assert build(model, replace(plan, lengths_requested=False)).lengths == (256,)
+
+
 def test_modes_of_perplexity_follow_the_suite_unless_one_is_chosen(tiny, tmp_path):
     for name, suite in SUITES.items():
         assert suite.complete(EvalConfig()).mode == ("paper-a" if name == "paper" else "same")

@@ -804,6 +804,18 @@ def test_splits_share_no_token():
         split_windows([Document("short", one[:20])], CharacterTokenizer(), lengths, limits)
 
 
+def test_splits_that_need_more_than_there_is_share_it_evenly():
+    names = ("search", "choose", "report")
+    lengths, limits = dict.fromkeys(names, 8), dict.fromkeys(names, 100)
+    document = Document("one", "".join(map(chr, range(1000, 1096))))
+    splits = split_windows([document], CharacterTokenizer(), lengths, limits)
+    assert [windows.ids.flatten()[[0, -1]].tolist() for windows in splits.values()] == [
+        [1000, 1031],
+        [1032, 1063],
+        [1064, 1095],
+    ]
+
+
 # The command.
 
 

@@ -18,7 +18,15 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import END, train_tokenizer
 from farspan.errors import FarspanError
 from farspan.evals import answers
-from farspan.evals.needle import TASKS, Needle, effective_length, insert_needles
+from farspan.evals.needle import (
+    CHARACTERS_PER_TOKEN,
+    NUMBERS,
+    TASKS,
+    Needle,
+    effective_length,
+    haystack_text,
+    insert_needles,
+)
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TEXT = next(iter(read_documents("python-docs"))).text
@@ -277,6 +285,28 @@ def test_haystack_tag_is_the_file_name_without_its_hash():
     }
     assert Needle((256,)).score([sample])[0].tags["haystack"] == "my essays.txt"
     assert Needle((256,)).score([{**sample, "haystack": "filler"}])[0].tags["haystack"] == "filler"
+
+
+@pytest.mark.parametrize(("other", "tag"), [("a.txt", "a.txt"), ("b.txt", None)])
+def test_an_average_names_the_haystack_that_all_tasks_share(other, tag):
+    samples = [
+        {"task": task, "length": 256, "score": 1.0, "haystack": f"{file} 0123456789abcdef"}
+        for task, file in (("single", "a.txt"), ("multi-key", other))
+    ]
+    scores = Needle((256,)).score(samples)
+    assert [s.tags.get("haystack") for s in scores if s.tags["task"] == "average"][0] == tag
+
+
+def test_a_haystack_is_read_until_its_documents_have_enough_characters(tmp_path):
+    size = CHARACTERS_PER_TOKEN * 4
+    lines = [json.dumps({"text": text}) for text in ("a" * (size - 1), "b" * 9, "c")]
+    (tmp_path / "hay.jsonl").write_text("\n".join(lines))
+    assert haystack_text(tmp_path / "hay.jsonl", 4) == "a" * (size - 1) + " "
+
+
+def test_magic_numbers_are_all_numbers_of_seven_digits():
+    """As in RULER: 10⁶ to 10⁷ − 1."""
+    assert (NUMBERS[0], NUMBERS[-1]) == (10**6, 10**7 - 1)
 
 
 def test_cells_do_not_contain_batch_and_threshold():

@@ -152,3 +152,6 @@ def test_a_model_without_the_facts_has_no_scores_beyond(server, tmp_path):
 def test_small_settings_are_refused():
     with pytest.raises(FarspanError, match="use 1 sample and 256 tokens or more"):
         NonLiteral((128,)).cells()
+    with pytest.raises(FarspanError, match="use 1 sample and 256 tokens or more"):
+        NonLiteral((256,), samples=0).cells()
+    assert [cell.length for cell in NonLiteral((256,), samples=1).cells()] == [256] * len(TASKS)

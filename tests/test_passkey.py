@@ -409,6 +409,21 @@ def test_no_prefix_is_shared_where_the_probe_key_does_not_fit(monkeypatch):
     assert shared[0] == 0 < shared[1]
 
 
+@pytest.mark.parametrize("key", [10_000, 49_999, 50_000, 99_999])
+def test_the_probe_is_a_passkey_with_another_first_digit(key, monkeypatch):
+    asked = []
+    maker = SimpleNamespace(document=lambda length, depth, key: asked.append(key) or [0] * length)
+    monkeypatch.setattr(passkey, "scored_documents", lambda tokenizer: maker)
+    grid = Passkey((100,))
+    grid._rows_with_probe(grid.cells()[0], None, key, [[0] * 100])
+    assert asked[0] in KEYS
+    assert str(asked[0])[0] != str(key)[0]
+
+
+def test_a_new_cache_shares_nothing():
+    assert PrefixCache(FAMILIES[0].build()).branch(2) is None
+
+
 def test_shortest_document_fits_every_scored_key():
     maker = PasskeyDocuments(PairTokenizer())
     shortest = maker.shortest_of(SCORED)
@@ -504,6 +519,7 @@ def test_empty_grids_and_short_documents_raise_clear_errors(blunted):
         Passkey((100,), depths=0)
     with pytest.raises(FarspanError, match="0 lengths, 10 depths and 10 keys is empty"):
         Passkey(())
+    assert [cell.settings["depth"] for cell in Passkey((100,), depths=1, keys=1).cells()] == [0]
     grid = Passkey((20,))
     with pytest.raises(FarspanError, match="a passkey text of 20 tokens has no room"):
         grid.run(grid.cells()[0], *blunted)

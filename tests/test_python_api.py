@@ -151,6 +151,15 @@ def test_results_with_a_figure_draw_it(results):
         assert "<img alt='figure of" in result._repr_html_()
 
 
+def test_an_evaluation_lists_its_scores_without_the_details():
+    tags = {"task": "passkey"}
+    mean = Score("passkey", "passkey", 64, 0.5, 0.4, 0.6, 20, tags)
+    depth = Score("passkey", "passkey_at_depth", 64, 0.0, 0.0, 0.2, 2, {**tags, "detail": True})
+    facts = EvalResult("tiny", "passkey", (mean, depth), Path("out")).facts()
+    assert facts["passkey passkey @64"] == "0.5 (0.4–0.6)"
+    assert not any("at_depth" in name for name in facts)
+
+
 def test_a_suite_without_a_figure_has_a_table_only():
     result = EvalResult("tiny", "ruler", (), Path("out"))
     with pytest.raises(FarspanError, match="suite ruler has no figure"):

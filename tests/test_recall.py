@@ -190,6 +190,16 @@ def test_rows_too_short_for_facts_stay_unchanged():
     assert 60 < short < 80, "of 110 tokens some rows hold their facts, and some do not"
 
 
+def test_facts_that_leave_one_token_of_a_row_are_put_in():
+    maker = FactRows(CharacterTokenizer())
+    for seed in range(5):
+        rows = [
+            maker.row(FILLER[:length], np.random.default_rng(seed))[0] for length in range(40, 127)
+        ]
+        changed = [row for row in rows if ord("~") in row and row.unique().numel() > 1]
+        assert text_of(changed[0]).count("~") == 1, "in the shortest row that holds a fact"
+
+
 def test_facts_share_nothing_with_the_evaluations():
     """No number of their lengths, no sentence, and none of their words as names or values."""
     texts = fact_rows(1000)
@@ -260,6 +270,13 @@ def test_shares_decide_how_many_windows_change():
     unchanged = sum(torch.equal(row, ROW) for row in rows)
     assert 160 <= unchanged <= 240
     assert repeats >= 60
+
+
+def test_half_a_window_is_far_enough_if_it_is_shorter_than_the_distance():
+    row, _ = recall_rows(0, repeats=1.0, min_distance=len(ROW))(ROW, 0)
+    repeated = (row != ROW).nonzero()[:, 0]
+    assert len(repeated) > 0
+    assert (repeated - row[repeated] >= len(ROW) // 2).all()
 
 
 def test_a_window_of_a_run_depends_on_seed_and_number_alone():

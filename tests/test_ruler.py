@@ -31,7 +31,7 @@ from farspan.evals.chat import chat_frame
 from farspan.evals.engine import Generated
 from farspan.evals.gates import METRICS
 from farspan.evals.ruler import Ruler, most_units, string_match
-from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS
+from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS, variants
 from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
@@ -405,6 +405,22 @@ def test_words_repeat_as_published(tokenizers):
     assert listed[:11] == [3] * 10 + [1]
 
 
+def test_word_lists_are_the_full_ones_from_4096_tokens_on():
+    """RULER's script takes the smaller numbers for a max_seq_length below 4096."""
+    repeats = [variants("cwe", length)[0][:2] for length in (4095, 4096)]
+    assert repeats == [(6, 1), (30, 3)]
+
+
+def test_variables_have_five_letters_and_those_of_the_example_three(tokenizers):
+    """As in RULER's generate_chains: k = 5, and 3 for the solved example."""
+    evaluation = Ruler((4096,), tasks=("vt",), samples=1)
+    _, (row,), _ = evaluation.prompts(evaluation.cells()[0], tokenizers["subword"])
+    example, asked = tokenizers["subword"].decode(row).split("\n\n", 1)
+    for part, letters in ((example, 3), (asked, 5)):
+        names = re.findall(r"VAR (\w+) =", part)
+        assert [len(name) for name in names] == [letters] * 5
+
+
 def test_no_word_contains_another():
     words = [*ADJECTIVES.split(), *NOUNS.split()]
     assert len(set(words)) == len(words) > 200
@@ -615,6 +631,16 @@ def test_chat_prompts_are_the_template_around_the_message(tokenizers, tiny, syst
                 assert text.endswith(f"{sample.question}{frame[1]}{sample.answer_start}")
                 message = text.removeprefix(before).replace(frame[1], " ")
                 check(cell.task, message, sample)
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_thinking_is_off_in_templates_with_either_switch(tiny, switch):
+    """Qwen's and DeepSeek's."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if " + switch + " %}<think>{% else %}</think>{% endif %}"
+    )
+    assert chat_frame(tokenizer) == ("", "</think>")
 
 
 def test_the_template_decides_the_begin_of_text_token(tiny):

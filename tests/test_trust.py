@@ -289,6 +289,9 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
         list(documents.read_documents(file))
     file.write_bytes(lzma.compress(b'{"text": "a"}\n\n{"text": "b"}'))
     assert [document.text for document in documents.read_documents(file)] == ["a", "b"]
+    longest = b'{"text": "a"}'.ljust(999) + b"\n"
+    file.write_bytes(lzma.compress(longest * 2))
+    assert [document.text for document in documents.read_documents(file)] == ["a", "a"]
 
 
 @pytest.mark.parametrize("kind", ["line", "table", "error"])

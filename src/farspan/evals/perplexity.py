@@ -224,18 +224,9 @@ class Perplexity:
             blocks = [
                 block
                 for number, ids in enumerate(text.ids)
-                for block in self._blocks(number, len(ids))
+                for block in self._blocks(number, len(ids), length)
             ]
-            kept = _draw(blocks, self._block_limit(len(blocks)), (self.seed, 0))
-            return [
-                Window(
-                    block.document,
-                    block.end - length + self._begin_tokens,
-                    block.end,
-                    block.scored,
-                )
-                for block in kept
-            ]
+            return _draw(blocks, self._block_limit(len(blocks)), (self.seed, 0))
         walk = self._walk_paper_a if self.mode == "paper-a" else self._walk_yarn
         windows: list[Window] = []
         left = self._budget or math.inf
@@ -253,12 +244,12 @@ class Perplexity:
     def _block_limit(self, blocks: int) -> int:
         return int(min(blocks, (self._budget or math.inf) // self.stride, self.windows or math.inf))
 
-    def _blocks(self, document: int, tokens: int) -> Iterator[Window]:
-        """The scored blocks of `same`, each within the longest window that ends with it."""
+    def _blocks(self, document: int, tokens: int, length: int) -> Iterator[Window]:
+        """The scored blocks of `same`, which are those of the longest windows at every length."""
         longest = max(self.lengths)
         before = longest - self.stride
         for end in [*range(longest, tokens, self.stride), tokens] if tokens >= longest else []:
-            yield Window(document, end - longest, end, end - before)
+            yield Window(document, end - length + self._begin_tokens, end, end - before)
             before = end
 
     def _walk_paper_a(self, document: int, tokens: int, length: int) -> Iterator[Window]:

@@ -151,7 +151,7 @@ class RulerTasks:
         values = draw_values(rng, task.uuid_values)
         facts = [(key, next(values)) for key in keys for _ in range(task.values)]
         queried = keys[: task.queries]
-        plural = task.queries * task.values > 1
+        plural = (task.queries, task.values) != (1, 1)
         verb, kinds = ("are", f"{kind}s") if plural else ("is", kind)
         order = rng.permutation(len(facts))
         needles = [_needle(kind, *facts[index]) for index in order]
@@ -192,7 +192,7 @@ class RulerTasks:
 
         return distractors
 
-    def _vt(self, number: int, example_noise: int = 0) -> RulerPrompt:
+    def _vt(self, number: int, example_noise: int) -> RulerPrompt:
         """A chain of assignments in order, in noise."""
         rng = self._rng("vt", number)
         names, value, chain = draw_chain(rng, 5)
