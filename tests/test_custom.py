@@ -444,6 +444,7 @@ def test_examples_are_counted_up_to_a_thousand(size, count):
 
 
 def test_token_ids_must_fit_their_type(tmp_path, monkeypatch):
+    assert lab_study.MAX_WORDS - 1 == np.iinfo(np.int16).max
     monkeypatch.setattr(lab_study, "MAX_WORDS", 700)
     rows = [{**row, "target": f"word{number}"} for number, row in enumerate(parity_rows())]
     write_lines(tmp_path / "mine.jsonl", rows)
@@ -472,8 +473,8 @@ RELEASED = {
         ("Compute 5 3 + 7 ?", "The answer is 6 0 .", 2),
     ),
     "polynomial": (
-        {"coeffs": [-2, 3], "degrees": [2, 0], "x": -1, "answer": 1, "cat": 2},
-        ("Evaluate x = - 1 in ( - 2 x ** 2 + 3 x ** 0 ) % 10 ?", "The answer is 1 .", 2),
+        {"coeffs": [-2, 3], "degrees": [3, 0], "x": -2, "answer": 19, "cat": 2},
+        ("Evaluate x = - 2 in ( - 2 x ** 3 + 3 x ** 0 ) % 10 ?", "The answer is 9 .", 2),
     ),
     "summation": (
         {"values": [8, 1, 4], "answer": 13, "cat": 3},

@@ -20,6 +20,7 @@ from families import FAMILIES
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cli.lab import show_comparison
 from farspan.errors import FarspanError
+from farspan.lab import distance as distance_module
 from farspan.lab.distance import (
     BINS,
     Distance,
@@ -182,6 +183,22 @@ def test_attended_distance_counts_the_most_attended_token_of_each_query(ids, sta
                         counts[layer, head, math.floor(relative * BINS)] += 1
     assert np.allclose(fractions, counts / counts.sum(-1, keepdims=True))
     assert (fractions > 0).sum() > 2 * HEADS, "heads attend to more than one distance"
+
+
+def test_attended_distance_computes_no_more_weights_at_once_than_allowed(ids, monkeypatch):
+    sizes: list[int] = []
+
+    def counting(scores, first, last):
+        weights = attention_weights(scores, first, last)
+        sizes.append(weights.numel())
+        return weights
+
+    monkeypatch.setattr(distance_module, "attention_weights", counting)
+    queries = ids.shape[1]
+    budget = 3 * len(ids) * HEADS * queries
+    attended_distance(model("rope", 2), [ids], budget=budget)
+    assert max(sizes) <= budget
+    assert len(sizes) == 2 * -(-queries // 3), "three rows at a time in each of two layers"
 
 
 def test_matching_undoes_a_permutation_of_heads(ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from dataclasses import asdict
@@ -12,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from farspan.data.documents import read_documents
+from farspan.lab.finetune import FinetuneConfig
 from farspan.lab.fleet_training import FleetPlan
-from farspan.lab.study import NetworkShape
+from farspan.lab.study import LabStudy, NetworkShape
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -78,6 +80,20 @@ def test_the_settings_of_networks_and_training_in_the_lab_are_those_of_the_code(
     for config in (NetworkShape(), FleetPlan(steps=4000)):
         for key, value in asdict(config).items():
             assert (key, str(value).lower()) in rows
+
+
+def test_the_numbers_of_studies_and_fine_tunings_in_the_lab_are_those_of_the_code():
+    """Every number and switch, with its default."""
+    tables = (DOCS / "lab.md").read_text().split("\n| key | default |")
+    tables = [table.partition("\n\n")[0] for table in tables if "`even_lengths`" in table]
+    configs = (LabStudy(("copy",)), FinetuneConfig("model", "copy"))
+    for config, table in zip(configs, tables, strict=True):
+        written = {}
+        for keys, defaults in re.findall(r"^\| (`.*?`) \| (.*?) \|", table, re.MULTILINE):
+            written |= dict(zip(re.findall(r"\w+", keys), defaults.split(", "), strict=False))
+        for key, value in asdict(config).items():
+            if isinstance(value, int | float):
+                assert json.loads(written[key]) == value, key
 
 
 @pytest.fixture(scope="module")

@@ -319,11 +319,11 @@ def test_needles_have_20_samples_or_the_limit(tiny, name, limit, samples):
 
 
 def test_requested_lengths_are_not_cut_to_the_text(tiny):
-    """A text that is too short for one is an error then, and a note otherwise."""
     model = load_eval_model(tiny / "none", {})
     plan = make_plan(model, SUITES["perplexity"], EvalConfig((256, 10**6)), {"a": tiny / "text"})
     (build,) = SUITES["perplexity"].builds
-    assert build(model, plan).lengths == (256, 10**6)
+    with pytest.raises(FarspanError, match="no document of a has 1000000 tokens"):
+        build(model, plan)
     assert build(model, replace(plan, lengths_requested=False)).lengths == (256,)
 
 

@@ -252,6 +252,8 @@ def test_merged_buckets_give_the_same_gradient(monkeypatch):
     trainers = []
     for pass_cost in (0.0, 10.0, 1e9):
         trainer = FleetTrainer(fleet, data, plan)
+        widths = [bucket.rows.ids.shape[1] for bucket in trainer.buckets]
+        assert widths == [17, 25, 33, 33], "a CPU makes one more pass rather than pad"
         trainer.buckets = fleet_training._make_buckets(data, 4, fleet.device, pass_cost)
         trainers.append(trainer)
     losses_of, passes = fleet.losses, []
@@ -335,7 +337,11 @@ def test_exact_match_does_not_depend_on_batch_size(monkeypatch):
         examples.ids[first, examples.start[:4]] = predictions[first, examples.start[:4] - 1]
     batched = exact_match(fleet, data)
     monkeypatch.setattr(fleet_module, "MAX_LOGITS", 1)
-    for one_batch, row_by_row in zip(batched, exact_match(fleet, data), strict=True):
+    logits, sizes = fleet.logits, []
+    monkeypatch.setattr(fleet, "logits", lambda ids: (sizes.append(ids.shape[1]), logits(ids))[1])
+    single = exact_match(fleet, data)
+    assert sizes == [1] * 13
+    for one_batch, row_by_row in zip(batched, single, strict=True):
         assert one_batch[:4].all()
         assert one_batch.tolist() == row_by_row.tolist()
 

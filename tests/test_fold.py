@@ -31,6 +31,18 @@ def live_logits(model, scales: Scales) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.parametrize("rest", [[0, 0, 0, 0, 1], [1, 0, 0, 0, 0]])
+def test_no_entry_is_scaled_that_a_head_shares_with_keys_or_values(rest):
+    """Scaling it would change k or v as well."""
+    heads = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0]]
+    owners = fold_module._find_owners([torch.tensor(mask).bool() for mask in (*heads, rest)])
+    if rest[0]:
+        assert owners is None
+    else:
+        dim, owner = owners
+        assert (dim, owner.tolist()) == (0, [0, 0, 1, 1, fold_module.NO_HEAD])
+
+
 @all_families
 def test_per_head_scales_fold_exactly_or_are_refused(family: Family):
     model = family.build()

@@ -627,7 +627,7 @@ def test_seeds_are_ranked_by_themselves_if_there_are_several():
 
 
 def test_diverged_models_are_reported():
-    diverged = result(0.0, 0.0) | {"loss": [2.0, None]}
+    diverged = result(0.0, 0.0) | {"loss": [2.0, 1.5, None]}
     entries = group_entries({cell("copy", "none"): diverged, cell("copy", "t5"): result(0.1, 0.0)})
     assert accuracy_table(entries)[1] == [["copy", "diverged", "not learned (0.10)"]]
     assert "diverged" in format_result(cell("copy", "none"), diverged | {"seconds": 1.0})
@@ -862,7 +862,7 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", "seeds=[]"], "seeds is empty"),
         (["run", "lab-tiny", "seeds=[0, 0]"], "seeds has duplicates: [0, 0]"),
         (["run", "lab-tiny", "seeds=[-1]"], "seed -1 is below 0"),
-        (["run", "lab-tiny", "scales=[-1.0]"], "scale -1 is not above 0"),
+        (["run", "lab-tiny", "scales=[0.0]"], "scale 0 is not above 0"),
         (["run", "lab-tiny", "fleet=0"], "fleet is 0; set it to 1 or more"),
         (
             ["run", "lab-tiny", "--device", "cuba"],
@@ -886,6 +886,7 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
         ),
         (["run", "lab-tiny", "sizes.tiny.heads=3"], "width 64, which 3 heads do not divide"),
         (["run", "lab-tiny", "sizes.tiny.base_scale=-1.0"], "base_scale -1 and rate 1"),
+        (["run", "lab-tiny", "sizes.tiny.rate=0.0"], "and rate 0; set rate above 0"),
         (["run", "lab-tiny", "test_examples=1"], "test_examples is 1; set it to 2 or more"),
         (["dump", "copy", "--lengths", "2-20"], "'2-20' is not a range of lengths"),
         (

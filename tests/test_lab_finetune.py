@@ -215,5 +215,19 @@ def test_invalid_usage_is_one_sentence(capsys, monkeypatch, tmp_path, arguments,
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+def test_ranges_need_one_length_of_the_released_data():
+    """Of PCFG SET, which has examples of 32 functions and none of 31, 33 or 34."""
+    config = replace(CONFIG, task="pcfg", train_lengths="31:32", even_lengths=False)
+    assert config.ranges()[0] == (31, 32)
+    with pytest.raises(FarspanError, match="have no example of 33 to 34 functions"):
+        replace(config, train_lengths="33:34")
+
+
+def test_too_few_examples_to_hold_some_out_are_refused(tokenizer):
+    """There are two bits, and both are trained on."""
+    with pytest.raises(FarspanError, match="parity has too few examples of these lengths"):
+        make_text_data(replace(CONFIG, train_lengths="1:1"), tokenizer)
+
+
 def test_ranges_default_to_those_of_the_task():
     assert replace(CONFIG, train_lengths="", test_lengths="").ranges() == ((1, 8), (9, 16))

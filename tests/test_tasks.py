@@ -537,6 +537,32 @@ def test_pcfg_expressions_have_released_sizes():
             assert 2 <= len(value) <= 128
 
 
+def test_pcfg_functions_of_one_symbol():
+    """By the definitions of Hupkes 2020: swapping or shifting one symbol leaves it."""
+    for name, value in {"swap_first_last": "A1", "shift": "A1", "echo": "A1 A1"}.items():
+        assert pcfg.evaluate(f"{name} A1") == tuple(value.split())
+
+
+def test_pcfg_counts_examples_where_expressions_can_be_drawn():
+    for functions in (0, 1, 2, 69, 70):
+        possible = TASKS["pcfg"].count(functions) > 0
+        assert possible == (1 <= functions <= 69)
+        if possible:
+            assert pcfg.expression(functions, np.random.default_rng(0))
+        else:
+            with pytest.raises(FarspanError, match="choose 1 to 69"):
+                pcfg.expression(functions, np.random.default_rng(0))
+
+
+def test_long_pcfg_expressions_keep_their_binary_functions():
+    """Most draws of 25 functions are too long, and are drawn again by the same shares."""
+    rng = np.random.default_rng(0)
+    texts = [pcfg.expression(25, rng)[0].split() for _ in range(30)]
+    binary = [sum(word in pcfg.BINARY for word in words) for words in texts]
+    assert min(binary) >= 1
+    assert np.mean(binary) > 4
+
+
 def test_pcfg_is_that_of_hupkes_2020():
     """520 symbols in strings of 2 to 5; 81,010 examples of up to 8 functions, 11,333 of more."""
     assert set(pcfg.SYMBOLS) == {f"{chr(65 + n // 20)}{n % 20 + 1}" for n in range(520)}

@@ -149,8 +149,9 @@ def test_read_positions_finds_constructed_positions():
     ids[:, 0] = 0
     embeddings, first, _ = read_positions(model, ids)
     assert embeddings.r2 < 0.2
+    assert 25 < embeddings.error < 35, "the middle is 32 tokens from a position on average"
     assert first.r2 > 0.999
-    assert first.error < 1
+    assert 0 <= first.error < 1
 
 
 def test_bundled_model_without_positions_encodes_them_in_its_layers():

@@ -199,7 +199,7 @@ def match_answers(model: PreTrainedModel, rows: Rows) -> np.ndarray:
         batch = rows.take(picked, int(rows.stop[picked].max())).to(model.device)
         predictions = model(input_ids=batch.ids[:, :-1], use_cache=False).logits.argmax(-1)
         matches = (predictions == batch.ids[:, 1:]) | ~batch.answer_mask
-        correct[picked.numpy()] = matches.all(-1).cpu().numpy()
+        correct[picked.numpy()] = matches.all(1).cpu().numpy()
 
     per_row = rows.ids.shape[1] * model.config.get_text_config().vocab_size
     with eval_mode(model):

@@ -309,7 +309,8 @@ def plain_attention(
     scores = (query * scaling) @ key.mT
     if bias is not None:
         scores = scores + (bias.tensor() if isinstance(bias, PlacedEncoding) else bias)
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    *_, queries, keys = scores.shape
+    later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
     scores = scores.masked_fill(later, -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
         value.dtype
