@@ -429,7 +429,7 @@ def test_no_token_is_read_once_there_are_enough_windows():
             read.extend(texts)
             return super().__call__(texts)
 
-    text = "a " * 100
+    text = "aaaaa " * 100  # a window of each is read at first, which is enough
     cut_windows([Document("one", text), Document("two", text)], Counting(), 3, limit=2)
     assert len(read) == 2
     assert max(map(len, read)) < len(text) / 2
