@@ -140,7 +140,8 @@ def test_losses_are_weighted_by_their_tokens():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "clear"), [(0.1, 0.3, True), (-0.3, -0.1, True), (0, 0.2, False), (-1, 0, False)]
+    ("low", "high", "clear"),
+    [(0.1, 0.3, True), (-0.3, -0.1, True), (0, 0.2, False), (-1, 0, False)],
 )
 def test_a_difference_is_clear_if_its_interval_excludes_zero(low, high, clear):
     assert PairedDifference((low + high) / 2, low, high, 9).clear == clear

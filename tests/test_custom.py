@@ -444,7 +444,7 @@ def test_examples_are_counted_up_to_a_thousand(size, count):
 
 
 def test_token_ids_must_fit_their_type(tmp_path, monkeypatch):
-    assert lab_study.MAX_WORDS - 1 == np.iinfo(np.int16).max
+    assert np.iinfo(np.int16).max == lab_study.MAX_WORDS - 1
     monkeypatch.setattr(lab_study, "MAX_WORDS", 700)
     rows = [{**row, "target": f"word{number}"} for number, row in enumerate(parity_rows())]
     write_lines(tmp_path / "mine.jsonl", rows)

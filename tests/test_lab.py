@@ -862,7 +862,7 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", "seeds=[]"], "seeds is empty"),
         (["run", "lab-tiny", "seeds=[0, 0]"], "seeds has duplicates: [0, 0]"),
         (["run", "lab-tiny", "seeds=[-1]"], "seed -1 is below 0"),
-        (["run", "lab-tiny", "scales=[0.0]"], "scale 0 is not above 0"),
+        (["run", "lab-tiny", "scales=[-1.0]"], "scale -1 is not above 0"),
         (["run", "lab-tiny", "fleet=0"], "fleet is 0; set it to 1 or more"),
         (
             ["run", "lab-tiny", "--device", "cuba"],
@@ -886,7 +886,6 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
         ),
         (["run", "lab-tiny", "sizes.tiny.heads=3"], "width 64, which 3 heads do not divide"),
         (["run", "lab-tiny", "sizes.tiny.base_scale=-1.0"], "base_scale -1 and rate 1"),
-        (["run", "lab-tiny", "sizes.tiny.rate=0.0"], "and rate 0; set rate above 0"),
         (["run", "lab-tiny", "test_examples=1"], "test_examples is 1; set it to 2 or more"),
         (["dump", "copy", "--lengths", "2-20"], "'2-20' is not a range of lengths"),
         (
@@ -931,6 +930,18 @@ def test_invalid_usage_is_one_sentence(capsys, monkeypatch, tmp_path, arguments,
 def test_study_refuses_networks_that_cannot_be_built(encodings, shape, message):
     with pytest.raises(FarspanError, match=message):
         LabStudy(("copy",), tuple(encodings), sizes={"odd": shape})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scales": (0.0,)}, "scale 0 is not above 0"),
+        ({"sizes": {"tiny": NetworkShape(rate=0.0)}}, "rate 0; set rate above 0"),
+    ],
+)
+def test_study_refuses_scales_and_rates_of_0(settings, message):
+    with pytest.raises(FarspanError, match=message):
+        replace(read_study("lab-tiny"), **settings)
 
 
 def test_cell_keys_depend_on_the_vocabulary(monkeypatch):

@@ -294,7 +294,7 @@ def test_an_average_names_the_haystack_that_all_tasks_share(other, tag):
         for task, file in (("single", "a.txt"), ("multi-key", other))
     ]
     scores = Needle((256,)).score(samples)
-    assert [s.tags.get("haystack") for s in scores if s.tags["task"] == "average"][0] == tag
+    assert next(s.tags.get("haystack") for s in scores if s.tags["task"] == "average") == tag
 
 
 def test_a_haystack_is_read_until_its_documents_have_enough_characters(tmp_path):
