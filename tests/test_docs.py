@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,8 @@ import pytest
 from farspan.data.documents import read_documents
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.study import NetworkShape
+from farspan.methods.headscale import SearchConfig
+from farspan.methods.registry import ExtendConfig, read_extend_config
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -78,6 +80,23 @@ def test_the_settings_of_networks_and_training_in_the_lab_are_those_of_the_code(
     for config in (NetworkShape(), FleetPlan(steps=4000)):
         for key, value in asdict(config).items():
             assert (key, str(value).lower()) in rows
+
+
+def test_the_defaults_of_extend_are_those_of_the_code():
+    """Every key with its default, of the search those of a model without NoPE layers."""
+    text = (DOCS / "extend.md").read_text().partition("\n## Settings")[2].partition("\n## ")[0]
+    documented: dict[str, str] = {}
+    for keys, values in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", text, re.MULTILINE):
+        names = re.findall(r"`([\w.]+)`", keys)
+        documented |= zip(names, values.split(", ") if len(names) > 1 else [values], strict=True)
+    assert documented.pop("search.repeats") == "0.5 with NoPE layers, else 0"
+    assert documented.pop("tune") == "none"
+    documented["search.spans"] = f"[{documented['search.spans']}]"
+    documented["swan.tokens"] = documented["swan.tokens"].replace(",", "")
+    plan = SearchConfig().resolve(has_nope=False)
+    search = replace(SearchConfig(), batch=plan.batch, lr=plan.lr, warmup=plan.warmup)
+    settings = [f"{key}={value}" for key, value in documented.items()]
+    assert read_extend_config(None, settings) == replace(ExtendConfig(), search=search)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -191,6 +192,47 @@ def test_a_model_without_a_small_one_is_compared_itself(monkeypatch):
     seam.install(llama().bfloat16())
     with pytest.raises(FarspanError, match="would change what"):
         seam.install(LlamaWithWindowByName(hf.LlamaConfig(**SHAPE)).train())
+
+
+@contextmanager
+def doubled_logits(model: hf.PreTrainedModel):
+    model.lm_head.weight.data.mul_(2)
+    yield
+    model.lm_head.weight.data.div_(2)
+
+
+@pytest.mark.parametrize("length", [2, 3, 8])
+def test_a_short_text_is_read_with_a_cache_too(length: int):
+    changes = guard.difference(llama(), tokens(length), doubled_logits)
+    assert changes == pytest.approx({"uncached": 1, "cached": 1})
+
+
+def test_a_small_model_has_no_more_parameters_than_the_limit(monkeypatch):
+    size = guard._small_random_model(llama()).num_parameters()
+    monkeypatch.setattr(guard, "MAX_PARAMETERS", size)
+    assert guard._small_random_model(llama()).num_parameters() == size
+    monkeypatch.setattr(guard, "MAX_PARAMETERS", size - 1)
+    with pytest.raises(ValueError, match=f"{size:,} parameters"):
+        guard._small_random_model(llama())
+
+
+def test_spread_matrices_keep_the_variance_of_their_inputs_and_vectors_stay():
+    model = llama()
+    vectors = {name: part.clone() for name, part in model.named_parameters() if part.ndim == 1}
+    guard.spread_weights(model)
+    for name, part in model.named_parameters():
+        if name in vectors:
+            assert torch.equal(part, vectors[name])
+        else:
+            assert float(part.var() * part.shape[-1]) == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize(("limit", "read"), [(-1, None), (0, None), (1, None), (2, 2), (5, 5)])
+def test_no_more_tokens_are_compared_than_the_config_allows(limit: int, read: int | None):
+    """0, 1 and −1 stand for no limit."""
+    model = llama()
+    model.config.max_position_embeddings = limit
+    assert guard._ids(model).shape == (1, read or guard.TOKENS)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "granitemoehybrid"])

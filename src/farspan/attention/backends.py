@@ -55,8 +55,8 @@ def is_flash(module: Any) -> bool:
 
 def takes_tensor_masks(module: Any) -> bool:
     """Whether the backend is eager attention or SDPA."""
-    function = ALL_MASK_ATTENTION_FUNCTIONS[backend_name(module.config)]
-    return function is sdpa_mask or function is eager_mask
+    masks = ALL_MASK_ATTENTION_FUNCTIONS[backend_name(module.config)]
+    return masks in (sdpa_mask, eager_mask)
 
 
 def own_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
