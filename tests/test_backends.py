@@ -142,6 +142,18 @@ def test_a_constant_scale_only_multiplies_the_queries(monkeypatch):
     assert torch.equal(scaled, queries.pop() * torch.tensor([1.0, 1.5, 2.0, 3.0])[:, None, None])
 
 
+@torch.no_grad()
+def test_packed_texts_are_refused_for_growing_scales_alone():
+    model = on_backend(hf.LlamaForCausalLM(hf.LlamaConfig(**LAYER)), FLASH)
+    packed = {"position_ids": torch.arange(4).repeat(2)[None], "use_cache": False}
+    table = torch.ones(1, 4)
+    seam.install(model, Scales((0,), 1.5 * table))
+    assert model(tokens(8, batch=1), **packed).logits.isfinite().all()
+    seam.install(model, Scales((0,), table, table, "log", 4))
+    with pytest.raises(FarspanError, match="packed texts; run one text per row"):
+        model(tokens(8, batch=1), **packed)
+
+
 LAYER = dict(
     vocab_size=128,
     hidden_size=32,

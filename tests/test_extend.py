@@ -485,6 +485,7 @@ def test_a_number_of_steps_is_the_search_of_wang_2024():
     assert (paper.steps, paper.batch, paper.warmup, paper.lr) == (200, 8, 20, (0.1, 0.05))
     assert (paper.repeats, paper.plateau) == (0, None)
     assert (ours.steps, ours.plateau) == (200, PlateauRule())
+    assert (ours.batch, ours.warmup, ours.lr) == (2, 4, (0.2,))
     plan = SearchConfig(batch=3, lr=(0.2,), warmup=0, repeats=0.0).resolve(True)
     assert (plan.batch, plan.lr, plan.warmup) == (3, (0.2,), 0)
     assert plan.repeats == 0
@@ -1634,6 +1635,7 @@ def test_seeds_of_twenty_bits_are_accepted():
 
 def test_default_recipe_is_the_default_config():
     assert read_extend_config(None, []) == ExtendConfig()
+    assert read_extend_config(None, ["seed=0", "swan.max_loss=0.005"]) == ExtendConfig()
     assert read_extend_config(None, ["search.steps=3", "tune=fair"]).search.steps == 3
     with pytest.raises(FarspanError, match="choose fair"):
         read_extend_config(None, ["tune=much"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -192,6 +192,15 @@ def test_a_model_without_a_small_one_is_compared_itself(monkeypatch):
     seam.install(llama().bfloat16())
     with pytest.raises(FarspanError, match="would change what"):
         seam.install(LlamaWithWindowByName(hf.LlamaConfig(**SHAPE)).train())
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(2, False), (4, True)])
+def test_bf16_may_differ_by_two_rounding_steps_and_not_by_four(steps, refused, monkeypatch):
+    change = steps * torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(guard, "_small_random_model", None)  # none can be built
+    monkeypatch.setattr(guard, "difference", lambda *_: {"uncached": change, "cached": 0.0})
+    with pytest.raises(FarspanError, match="would change") if refused else nullcontext():
+        guard.check_unchanged(llama().bfloat16(), seam.nothing_attached)
 
 
 @contextmanager

@@ -158,8 +158,9 @@ def test_a_list_of_indices_is_no_kind_of_layer():
     config.sources = list(range(9))
     assert len(set(layer_kinds(config))) == 1
     assert short_config(config).num_hidden_layers == MIN_LAYERS
-    config.sources = [0] * 8 + [1]
-    assert short_config(config).num_hidden_layers == 9
+    config.sources = [0] * 7 + [1] * 2
+    assert short_config(config).num_hidden_layers == 8
+    assert short_config(hf.LlamaConfig(num_hidden_layers=2)).num_hidden_layers == 2
 
 
 @pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])

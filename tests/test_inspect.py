@@ -324,6 +324,13 @@ def test_queries_that_cannot_show_a_change_leave_the_encoding_unknown(value: flo
     assert probe_module._encoding(call, call, call, takes_positions=True) == "unknown"
 
 
+def test_neighboring_rows_of_a_table_are_positions():
+    table = torch.nn.Embedding(6, 4)
+    assert probe_module._counts_up(table, table.weight[2:5][None])
+    assert not probe_module._counts_up(table, table.weight[[2, 4, 5]][None])
+    assert not probe_module._counts_up(table, torch.zeros(1, 3, 8)), "of another width"
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_added_rotation_follows_the_place_and_not_the_hidden_states(adds, monkeypatch):
     """Rotation that a layout adds ignores position ids: hidden states in reverse show it."""
