@@ -24,6 +24,7 @@ from farspan.cli.options import (
     AsJson,
     Bos,
     Device,
+    DeviceMap,
     DryRun,
     Model,
     Position,
@@ -96,6 +97,7 @@ def extend_command(
     train_length: TrainLength = None,
     position: Position = None,
     bos: Bos = "auto",
+    device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Extend the context of a model: fit a method and write a patch.
@@ -114,6 +116,7 @@ def extend_command(
         "position": position,
         "bos": bos,
         "device": device,
+        "device_map": device_map,
         "trust_remote_code": trust_remote_code,
     }
     where = out or "the patch folder"
