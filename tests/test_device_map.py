@@ -57,6 +57,7 @@ def test_weights_on_the_disk_are_read_for_each_pass(llama):
     plain, placed = (farspan.load(llama, device_map=each).model for each in (None, ON_DISK))
     assert is_placed(placed)
     assert not is_placed(plain)
+    assert not is_placed(farspan.load(llama, device_map={"": "cpu"}).model)
     outside = {name for name, weight in placed.named_parameters() if weight.is_meta}
     names = {name for name, _ in plain.named_parameters()}
     assert outside == {name for name in names if name.startswith(("model.layers.1.", "lm_head"))}

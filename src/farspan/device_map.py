@@ -67,7 +67,8 @@ def _offload_folder() -> tempfile.TemporaryDirectory:
 
 def is_placed(model: PreTrainedModel) -> bool:
     """Whether Accelerate moves layers or their inputs between devices."""
-    return bool(getattr(model, "hf_device_map", None))
+    places = getattr(model, "hf_device_map", None) or {}
+    return len(set(places.values())) > 1
 
 
 def check_placed(model: PreTrainedModel, source: object) -> None:
