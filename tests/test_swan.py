@@ -693,8 +693,10 @@ def test_answers_of_facts_reach_the_loss(monkeypatch):
         assert (answers.sum(1) == 3).all()
         assert answers[:, -3:].all()
     plain = len(batches)
-    swan(model, job, replace(EVEN, facts=0.5), QUICK)
+    for others in ({"facts": 0.5, "answers": 0.0}, {"facts": 0.0}):
+        swan(model, job, replace(EVEN, **others), QUICK)
     assert all(batch.ndim == 2 for batch in batches[plain:])
+    assert SwanConfig(loss="cross-entropy").answer_weight == 0.0
 
 
 def test_short_windows_are_as_long_as_the_window(monkeypatch):

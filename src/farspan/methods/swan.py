@@ -73,7 +73,7 @@ class SwanConfig:
     short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
-    answers: float = 0.0  # weight of the cross-entropy of their answers beside the KL
+    answers: float = 0.1  # weight of the cross-entropy of their answers beside the KL
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
     max_loss: float = 0.005  # nats a token that sharpening may cost
 
@@ -113,6 +113,11 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
                 )
+
+    @property
+    def answer_weight(self) -> float:
+        """Of the cross-entropy of answers; as a loss on the text, it counts all tokens anyway."""
+        return self.answers if self.loss == "kl" and self.facts else 0.0
 
     def global_layout(self, layer: Layer, train_length: int) -> LayerLayout:
         if self.rotation == "none" or layer.position == "none":
@@ -353,16 +358,16 @@ def _distill(
     tuning: TuningConfig,
     plan: DistillPlan,
 ) -> dict[str, Tensor]:
-    by_kl = config.loss == "kl"
+    by_kl, answer_weight = config.loss == "kl", config.answer_weight
     training = WeightTraining(
-        DistillModule(model, teacher, config.answers) if by_kl else LossModule(model),
+        DistillModule(model, teacher, answer_weight) if by_kl else LossModule(model),
         _with_short_windows(
             job.batches(
                 plan.batch,
                 plan.micro_batch,
                 model.device,
                 _recall_rows(job, config),
-                with_answers=by_kl and config.answers > 0,
+                with_answers=answer_weight > 0,
             ),
             job.seed,
             config.short,
@@ -385,7 +390,7 @@ def _distill(
             plan.length,
         ),
         # The answers of a batch may be unlikely throughout, and another batch may have none.
-        margin=1.0 + MAX_TOKEN_LOSS * config.answers,
+        margin=1.0 + MAX_TOKEN_LOSS * answer_weight,
     )
     return train_weights(model, job, "distill", tuning, training)
 
