@@ -26,7 +26,7 @@ from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import set_layout
 from farspan.attention.probe import probe
 from farspan.methods.distill import DistillModule, compiled, make_teacher
-from farspan.methods.swan import distillation_flops, even_layers
+from farspan.methods.swan import SwanConfig, distillation_flops, even_layers
 from farspan.train.loop import peak_flops
 
 SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the shape of Wang 2024
@@ -37,7 +37,7 @@ def measure(name: str, args: argparse.Namespace, compile_layers: bool) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPES[name])).to(device)
     teacher, base = make_teacher(model), probe(model)
-    count = round(len(base) / 4)
+    count = round(len(base) * SwanConfig().global_share)
     global_layers = even_layers([layer.index for layer in base], count)
     windowed, whole = LayerLayout(True, args.window), LayerLayout(False)
     entries = {layer.index: whole if layer.index in global_layers else windowed for layer in base}
