@@ -51,7 +51,7 @@ class Ruler:
     frame: tuple[str, str] | None = None  # of a chat model: the text around the user's message
     threshold: float = THRESHOLD  # score from which a length counts as effective
     seed: int = 0
-    batch: int = 8
+    batch: int | None = None  # prompts decoded together; default: as many as fit
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length."""
