@@ -61,6 +61,15 @@ def test_messages_and_annotations_stay_unchanged(tmp_path, monkeypatch):
     assert mutants_of(path) == []
 
 
+def test_flags_that_only_forbid_mistakes_stay_unchanged(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "SOURCE", tmp_path)
+    (tmp_path / "farspan").mkdir()
+    path = tmp_path / "farspan" / "one.py"
+    path.write_text("pairs = sorted(zip(a, b, strict=True), reverse=True)\n")
+    assert [mutant.before for mutant in mutants_of(path)] == ["True"]
+    assert "strict=True), reverse=False" in mutants_of(path)[0].source
+
+
 @pytest.mark.long
 def test_tests_that_fail_without_a_change_are_left_out(tmp_path, monkeypatch):
     """They would notice every mutant. It needs `coverage`, which CI has before the long tests."""

@@ -107,7 +107,7 @@ FILLER = torch.tensor([ord("~")] * 2000)
 
 def fact_rows(count: int = 300, length: int = 600) -> list[str]:
     maker = FactRows(CharacterTokenizer())
-    rows = [maker.row(FILLER[:length], np.random.default_rng(seed)) for seed in range(count)]
+    rows = [maker.row(FILLER[:length], np.random.default_rng(seed))[0] for seed in range(count)]
     assert all(len(row) == length and row.dtype == FILLER.dtype for row in rows)
     return [text_of(row) for row in rows]
 
@@ -159,7 +159,7 @@ def test_the_other_tokens_of_a_row_with_facts_are_its_beginning_or_one_span_over
     letters = torch.arange(0x4E00, 0x4E00 + 600)
     tiled = 0
     for seed in range(200):
-        row = FactRows(CharacterTokenizer()).row(letters, np.random.default_rng(seed))
+        row, _ = FactRows(CharacterTokenizer()).row(letters, np.random.default_rng(seed))
         kept = row[row >= 0x4E00]
         assert 50 < len(kept) < 600
         if torch.equal(kept, letters[: len(kept)]):
@@ -182,7 +182,7 @@ def test_rows_too_short_for_facts_stay_unchanged():
     maker, short = FactRows(CharacterTokenizer()), 0
     for length in (0, 1, 40, 110):
         for seed in range(20):
-            row = maker.row(FILLER[:length], np.random.default_rng(seed))
+            row, _ = maker.row(FILLER[:length], np.random.default_rng(seed))
             assert len(row) == length
             short += torch.equal(row, FILLER[:length])
             if length <= 40:
@@ -226,13 +226,36 @@ def evaluation_texts() -> list[str]:
     return [*passkeys, needle.INTRO, *needle.INTROS.values(), *asked]
 
 
+def test_the_mask_of_a_row_with_facts_covers_the_answers_alone(monkeypatch):
+    """With the space in front of them, and the bracket that closes one template."""
+    values: list[str] = []
+    make_value = recall._value
+    monkeypatch.setattr(recall, "_value", lambda rng: values.append(make_value(rng)) or values[-1])
+    for seed in range(200):
+        values.clear()
+        row, answers = FactRows(CharacterTokenizer()).row(FILLER, np.random.default_rng(seed))
+        text = text_of(row)
+        asked, _ = asked_facts(text)
+        pairs = zip(text, answers.tolist(), strict=True)
+        runs = "".join(character if marked else "|" for character, marked in pairs)
+        marked = [run.removeprefix(" ").removesuffix("]") for run in runs.split("|") if run]
+        assert marked == values[: len(asked)]
+
+
+def test_rows_without_facts_have_no_answers():
+    short = FILLER[:40]
+    assert not FactRows(CharacterTokenizer()).row(short, np.random.default_rng(0))[1].any()
+    change = recall_rows(0, repeats=0.5, min_distance=64)
+    assert not any(change(ROW, number)[1].any() for number in range(20))
+
+
 # Windows of a run.
 
 
 def test_shares_decide_how_many_windows_change():
     tokenizer = CharacterTokenizer()
     change = recall_rows(0, repeats=0.3, min_distance=64, facts=0.2, tokenizer=tokenizer)
-    rows = [change(ROW, number) for number in range(400)]
+    rows = [change(ROW, number)[0] for number in range(400)]
     repeats = sum(len(row.unique()) < len(ROW) - 8 and "Note" not in text_of(row) for row in rows)
     unchanged = sum(torch.equal(row, ROW) for row in rows)
     assert 160 <= unchanged <= 240
@@ -241,7 +264,8 @@ def test_shares_decide_how_many_windows_change():
 
 def test_a_window_of_a_run_depends_on_seed_and_number_alone():
     change, again = (recall_rows(3, repeats=1.0, min_distance=64) for _ in range(2))
-    assert torch.equal(change(ROW, 5), again(ROW, 5))
-    assert not torch.equal(change(ROW, 5), change(ROW, 6))
-    assert not torch.equal(change(ROW, 5), recall_rows(4, repeats=1.0, min_distance=64)(ROW, 5))
+    row, _ = change(ROW, 5)
+    assert torch.equal(row, again(ROW, 5)[0])
+    assert not torch.equal(row, change(ROW, 6)[0])
+    assert not torch.equal(row, recall_rows(4, repeats=1.0, min_distance=64)(ROW, 5)[0])
     assert recall_rows(3, repeats=0.0, min_distance=64) is None

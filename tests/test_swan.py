@@ -153,6 +153,26 @@ def test_mean_kl_and_its_gradients_equal_the_plain_computation(name):
     assert all(weight.grad is None for weight in teacher.parameters())
 
 
+def test_mean_kl_adds_the_mean_cross_entropy_of_the_answers():
+    """Of the tokens that the mask marks; the first token of a window is predicted by nothing."""
+    student, teacher = student_and_teacher("llama")
+    ids = tokens(25)
+    answers = torch.zeros_like(ids)
+    answers[0, 7:9] = answers[-1, [0, 24]] = 1
+    marked = answers[:, 1:].bool()
+    asked = F.cross_entropy(student(ids).logits[:, :-1][marked], ids[:, 1:][marked])
+    expected = plain_kl(student, teacher, ids).mean() + 0.5 * asked
+    expected_gradients = gradients(student, expected)
+    for rows in (4, 25):
+        budget = rows * len(ids) * VOCABULARY
+        loss = mean_kl(student, teacher, ids, answers=answers, answer_weight=0.5, budget=budget)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for weight, gradient in gradients(student, loss).items():
+            assert torch.allclose(gradient, expected_gradients[weight], atol=1e-7), (weight, rows)
+    without = mean_kl(student, teacher, ids, answers=torch.zeros_like(ids), answer_weight=0.5)
+    assert without.item() == pytest.approx(mean_kl(student, teacher, ids).item(), rel=1e-6)
+
+
 def test_mean_kl_computes_logits_in_chunks():
     student, teacher = student_and_teacher("llama")
     rows: dict[str, list[int]] = {"student": [], "teacher": []}
@@ -609,10 +629,11 @@ def test_shares_of_the_windows_hold_repeats_and_facts():
     row = torch.arange(1000, 1064)
     kinds = {"same": 0, "repeats": 0, "facts": 0}
     for number in range(400):
-        changed = change_row(row, number)
+        changed, answers = change_row(row, number)
         assert len(changed) == len(row)
-        assert torch.equal(changed, change_row(row, number)), "a function of the number"
+        assert torch.equal(changed, change_row(row, number)[0]), "a function of the number"
         with_facts = bool((changed < 1000).any())
+        assert answers.any() == with_facts
         kind = "facts" if with_facts else "same" if torch.equal(changed, row) else "repeats"
         kinds[kind] += 1
     assert kinds["facts"] == pytest.approx(80, abs=25)
@@ -639,12 +660,41 @@ def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
     for ids, expected in zip(cut(1.0)[0], whole, strict=True):
         assert torch.equal(ids.reshape(2, 2, 16).flatten(1), expected[:, :32])
     assert all(ids is expected for ids, expected in zip(cut(0.0)[0], whole, strict=True))
+    pairs = [torch.stack((ids, ids + 1)) for ids in whole]  # tokens, and the mask of answers
+    (ids, marks), *_ = swan_module._with_short_windows(lambda step: pairs, 0, 1.0, 16)(0)
+    assert torch.equal(ids, cut(1.0)[0][0])
+    assert torch.equal(marks, ids + 1)
     first, again, other = (
         [len(ids) > 2 for step in cut(0.25, seed) for ids in step] for seed in (0, 0, 1)
     )
     assert sum(first) == pytest.approx(100, abs=30)
     assert first == again, "a resumed run cuts the same ones"
     assert first != other
+
+
+def test_answers_of_facts_reach_the_loss(monkeypatch):
+    model, batches = BY_NAME["llama"].build(), []
+    monkeypatch.setattr(
+        swan_module,
+        "recall_rows",
+        lambda *args, **options: lambda row, number: (row, torch.arange(len(row)) >= len(row) - 3),
+    )
+    forward = swan_module.DistillModule.forward
+    monkeypatch.setattr(
+        swan_module.DistillModule,
+        "forward",
+        lambda self, batch: batches.append(batch) or forward(self, batch),
+    )
+    job = job_for(model, tokenizer=WordTokenizer())
+    swan(model, replace(job, begin=(1,)), replace(EVEN, facts=0.5, answers=0.1), QUICK)
+    for ids, answers in batches:
+        assert ids.shape == answers.shape
+        assert (ids[:, 0] == 1).all()
+        assert (answers.sum(1) == 3).all()
+        assert answers[:, -3:].all()
+    plain = len(batches)
+    swan(model, job, replace(EVEN, facts=0.5), QUICK)
+    assert all(batch.ndim == 2 for batch in batches[plain:])
 
 
 def test_short_windows_are_as_long_as_the_window(monkeypatch):
@@ -672,6 +722,7 @@ def test_short_windows_are_as_long_as_the_window(monkeypatch):
         ({"repeats": -0.1}, "swan.repeats is -0.1; choose a share from 0 to 1"),
         ({"facts": 1.5}, "swan.facts is 1.5; choose a share from 0 to 1"),
         ({"short": -0.1}, "swan.short is -0.1; choose a share from 0 to 1"),
+        ({"answers": -1.0}, "swan.answers is -1; choose 0 or more"),
         ({"repeats": 0.6, "facts": 0.5}, "swan.repeats and swan.facts are 1.1 together; choose"),
         ({"facts": 0.8}, "swan.repeats and swan.facts are 1.05 together"),
         ({"spacing": 0}, "swan.spacing is 0; choose 1 or more"),

@@ -390,11 +390,17 @@ def test_a_diverged_loss_stops_the_run_and_names_the_layer(
     assert f"the last good state is in {checkpoint.latest(run).folder}; " in str(caught.value)
 
 
+def test_a_plan_says_by_how_much_the_loss_of_a_step_may_exceed_the_others():
+    assert loop._divergence(1.9, 1.0, 0.4, margin=1.0) == "the loss is 1.9 and was 0.4 on average"
+    assert loop._divergence(1.7, 1.0, 0.4, margin=1.0) is None
+    assert loop._divergence(1.9, 1.0, 0.4, margin=3.0) is None
+
+
 def test_a_run_that_diverged_needs_a_new_folder(recipe, training_data, tmp_path, monkeypatch):
     """Before the first checkpoint nothing is kept, and another learning rate is another run."""
     problems = iter((None, "the loss is nan"))
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_divergence", lambda loss, norm, mean_loss: next(problems))
+        patch.setattr(loop, "_divergence", lambda loss, norm, mean_loss, margin: next(problems))
         with pytest.raises(
             FarspanError, match="diverged at step 2: the loss is nan, first seen in "
         ) as caught:

@@ -48,6 +48,9 @@ WORDS = (
 )
 DIGITS = (2, 3, 4, 6, 8)  # passkeys have five, needles seven
 
+# A window [T] and its number in the run -> the changed window, and the mask of its answers.
+ChangeRow = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
 
 def recall_rows(
     seed: int,
@@ -57,7 +60,7 @@ def recall_rows(
     spans: Sequence[int] = SPAN_SIZES,
     facts: float = 0.0,
     tokenizer: Any = None,
-) -> Callable[[Tensor, int], Tensor] | None:
+) -> ChangeRow | None:
     """A function that makes a share of the windows reward looking far back, or None.
 
     It is given each window and its number in the run, which decides what becomes of it.
@@ -66,14 +69,15 @@ def recall_rows(
         return None
     fact_rows = FactRows(tokenizer)
 
-    def change_row(row: Tensor, number: int) -> Tensor:
+    def change_row(row: Tensor, number: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng((seed, 1, number))
         draw = rng.random()
         if draw < facts:
             return fact_rows.row(row, rng)
+        no_answers = torch.zeros(len(row), dtype=torch.bool)
         if draw < facts + repeats:
-            return repeat_spans(row, rng, min(min_distance, len(row) // 2), spans)[0]
-        return row
+            row, _ = repeat_spans(row, rng, min(min_distance, len(row) // 2), spans)
+        return row, no_answers
 
     return change_row
 
@@ -116,25 +120,32 @@ class FactRows:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def row(self, row: Tensor, rng: np.random.Generator) -> Tensor:
-        """The row [T] with facts in it, and questions with their answers at its end."""
+    def row(self, row: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """The row [T] with facts in it and questions with their answers at its end, and the mask
+        of the answers' tokens."""
         count = int(rng.integers(1, min(MAX_FACTS, max(1, len(row) // FACT_EVERY)) + 1))
         asked = int(rng.integers(1, min(MAX_QUESTIONS, count) + 1))
         fact, question = FACTS[int(rng.integers(len(FACTS)))]
         thing = str(rng.choice(THINGS))
         names = rng.choice(NAMES, size=count, replace=False)
         values = [_value(rng) for _ in names]
-        facts, questions = (
+        facts, questions, openings = (
             [
                 self._encode(template.format(thing=thing, name=name, value=value))
                 for name, value in zip(names, values, strict=True)
             ]
-            for template in (fact, question)
+            for template in (fact, question, question.partition("{value}")[0].rstrip(" "))
         )
         ending = [token for tokens in questions[:asked] for token in tokens]
+        answered = [
+            place >= _shared_length(tokens, opening)
+            for tokens, opening in zip(questions[:asked], openings, strict=False)
+            for place in range(len(tokens))
+        ]
+        answers = torch.zeros(len(row), dtype=torch.bool)
         room = len(row) - len(ending) - sum(map(len, facts))
         if room < 1:
-            return row
+            return row, answers
         if rng.random() < TILED:
             row = _tile(row, rng)
         cuts = np.sort(rng.integers(0, room + 1, size=count))
@@ -143,10 +154,18 @@ class FactRows:
         for cut, number in zip(cuts.tolist(), rng.permutation(count), strict=True):
             pieces += [*row[start:cut].tolist(), *facts[number]]
             start = cut
-        return torch.tensor([*pieces, *row[start:room].tolist(), *ending], dtype=row.dtype)
+        answers[-len(ending) :] = torch.tensor(answered)
+        ids = [*pieces, *row[start:room].tolist(), *ending]
+        return torch.tensor(ids, dtype=row.dtype), answers
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _tile(row: Tensor, rng: np.random.Generator) -> Tensor:

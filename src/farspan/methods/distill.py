@@ -36,19 +36,29 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 class DistillModule(nn.Module):
     """The mean KL of a batch of windows between a teacher and the model that learns from it.
 
+    answers: the weight of the cross-entropy of answers, which the teacher may not know. Batches
+        are then [2, B, T]: tokens, and the mask of the answers.
     The teacher is no submodule, so it is neither trained nor saved nor distributed.
     """
 
-    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float = 0.0):
         super().__init__()
-        self.model = model
+        self.model, self.answers = model, answers
         self._teacher = (teacher,)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
+        ids, answers = batch if self.answers else (batch, None)
         budget = GPU_BUDGET if ids.is_cuda else BUDGET
         autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda)
         with prefer_cudnn(), autocast:
-            return mean_kl(self.model, self._teacher[0], ids, budget=budget)
+            return mean_kl(
+                self.model,
+                self._teacher[0],
+                ids,
+                answers=answers,
+                answer_weight=self.answers,
+                budget=budget,
+            )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.batching import run_in_batches
+from farspan.data.recall import ChangeRow
 from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
@@ -75,12 +76,15 @@ class FitJob:
         batch: int,
         micro_batch: int,
         device: torch.device,
-        change_row: Callable[[Tensor, int], Tensor] | None = None,
+        change_row: ChangeRow | None = None,
+        *,
+        with_answers: bool = False,
     ) -> Callable[[int], list[Tensor]]:
-        """A function from step to this process's micro batches of search windows.
+        """A function from step to this process's micro batches of search windows [B, T].
 
         Every epoch visits each window once, in a new order. `change_row` is given each window and
         its number in the run.
+        with_answers: micro batches are [2, B, T], with the mask of the answers behind the tokens.
         """
         state = processes()
         per_process, rest = divmod(batch, state.num_processes)
@@ -95,11 +99,15 @@ class FitJob:
             first = step * batch + state.process_index * per_process
             numbers = range(first, first + per_process)
             windows = self.search[[self._window_index(number) for number in numbers]]
+            answers = torch.zeros_like(windows)
             if change_row is not None:
-                pairs = zip(windows[:, len(self.begin) :], numbers, strict=True)
-                texts = torch.stack([change_row(text, number) for text, number in pairs])
-                windows = prepend(texts, self.begin)
-            return list(windows.to(device).split(rows))
+                texts = windows[:, len(self.begin) :]
+                changed = [change_row(*pair) for pair in zip(texts, numbers, strict=True)]
+                ids, marks = (torch.stack(part) for part in zip(*changed, strict=True))
+                windows = prepend(ids, self.begin)
+                answers[:, len(self.begin) :] = marks
+            batch_ids = torch.stack((windows, answers)) if with_answers else windows
+            return list(batch_ids.to(device).split(rows, dim=-2))
 
         return batches_of_step
 

@@ -23,7 +23,7 @@ from farspan.attention.model_facts import forward_flops
 from farspan.attention.patch import Patch, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
-from farspan.data.recall import recall_rows
+from farspan.data.recall import ChangeRow, recall_rows
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json
 from farspan.methods.distill import DistillModule, compiled, make_teacher
@@ -53,6 +53,7 @@ MIN_LENGTH = 2  # one token predicts nothing
 MAX_WINDOW, MAX_LENGTH = 512, 8192
 SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
 BATCH_TOKENS, MICRO_BATCH_TOKENS = 65_536, 32_768
+MAX_TOKEN_LOSS = 20.0  # nats, of the tokens of an answer on average
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class SwanConfig:
     short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
+    answers: float = 0.0  # weight of the cross-entropy of their answers beside the KL
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
     max_loss: float = 0.005  # nats a token that sharpening may cost
 
@@ -92,8 +94,9 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
                 )
-        if not self.max_loss >= 0:
-            raise FarspanError(f"swan.max_loss is {self.max_loss:g}; choose 0 or more")
+        for name in ("max_loss", "answers"):
+            if not getattr(self, name) >= 0:
+                raise FarspanError(f"swan.{name} is {getattr(self, name):g}; choose 0 or more")
         if self.repeats + self.facts > 1:
             raise FarspanError(
                 f"swan.repeats and swan.facts are {self.repeats + self.facts:g} together; "
@@ -350,10 +353,17 @@ def _distill(
     tuning: TuningConfig,
     plan: DistillPlan,
 ) -> dict[str, Tensor]:
+    by_kl = config.loss == "kl"
     training = WeightTraining(
-        DistillModule(model, teacher) if config.loss == "kl" else LossModule(model),
+        DistillModule(model, teacher, config.answers) if by_kl else LossModule(model),
         _with_short_windows(
-            job.batches(plan.batch, plan.micro_batch, model.device, _recall_rows(job, config)),
+            job.batches(
+                plan.batch,
+                plan.micro_batch,
+                model.device,
+                _recall_rows(job, config),
+                with_answers=by_kl and config.answers > 0,
+            ),
             job.seed,
             config.short,
             min(plan.length, config.window_for(job.train_length)),
@@ -371,9 +381,11 @@ def _distill(
         flops=distillation_flops(
             model,
             probe(model),
-            probe(teacher) if config.loss == "kl" else (),
+            probe(teacher) if by_kl else (),
             plan.length,
         ),
+        # The answers of a batch may be unlikely throughout, and another batch may have none.
+        margin=1.0 + MAX_TOKEN_LOSS * config.answers,
     )
     return train_weights(model, job, "distill", tuning, training)
 
@@ -387,8 +399,8 @@ def _with_short_windows(
     """
 
     def cut(ids: Tensor) -> Tensor:
-        count = ids.shape[1] // length
-        return ids[:, : count * length].reshape(-1, length)
+        count = ids.shape[-1] // length
+        return ids[..., : count * length].reshape(*ids.shape[:-2], -1, length)
 
     def batches_of_step(step: int) -> list[Tensor]:
         rng = np.random.default_rng((seed, 2, step))
@@ -397,7 +409,7 @@ def _with_short_windows(
     return batches_of_step
 
 
-def _recall_rows(job: FitJob, config: SwanConfig) -> Callable[[Tensor, int], Tensor] | None:
+def _recall_rows(job: FitJob, config: SwanConfig) -> ChangeRow | None:
     if config.facts and job.tokenizer is None:
         raise FarspanError(
             "swan.facts needs a tokenizer, and this model has none; set swan.facts=0"

@@ -90,6 +90,7 @@ class WeightTraining:
     steps: int
     optimization: OptimizerConfig
     flops: float = 0.0  # of a token
+    margin: float = 1.0  # as in TrainPlan
 
 
 def train_weights(
@@ -112,7 +113,12 @@ def train_weights(
             flops=training.flops,
         )
         plan = TrainPlan(
-            training.steps, job.seed, training.optimization, tuning.save_every, log_every=1
+            training.steps,
+            job.seed,
+            training.optimization,
+            tuning.save_every,
+            log_every=1,
+            margin=training.margin,
         )
         advance = job.progress(name, training.steps)
 

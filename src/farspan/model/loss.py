@@ -124,11 +124,18 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def mean_kl(
-    student: PreTrainedModel, teacher: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    ids: Tensor,
+    *,
+    answers: Tensor | None = None,
+    answer_weight: float = 0.0,
+    budget: int = BUDGET,
 ) -> Tensor:
     """The mean over all positions of KL(teacher ‖ student), with a gradient to all weights of the
     student.
 
+    answers: a mask [B, T] of tokens whose mean cross-entropy is added with `answer_weight`.
     At most `budget` logits of each model exist at once.
 
     >>> mean_kl(student, teacher, ids).backward()
@@ -136,8 +143,17 @@ def mean_kl(
     with torch.no_grad():
         target = decoder_output(teacher, ids)
     output = decoder_output(student, ids)
-    head = _head_parameters(student)
-    return _HeadKL.apply(output.last_hidden_state, output, target, student, teacher, budget, *head)
+    hidden, head = output.last_hidden_state, _head_parameters(student)
+    known = None if answers is None else _next_tokens(ids, answers, answer_weight)
+    return _HeadKL.apply(hidden, output, target, student, teacher, budget, known, *head)
+
+
+def _next_tokens(ids: Tensor, answers: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """The token after each position [B, T], and the weight of its cross-entropy in a sum of which
+    the mean over all positions is taken: 0 but where an answer comes next."""
+    targets, marks = ids.roll(-1, 1), answers.roll(-1, 1).float()
+    marks[:, -1] = 0.0
+    return targets, marks * (weight * marks.numel() / marks.sum().clamp(min=1.0))
 
 
 def decoder_output(model: PreTrainedModel, ids: Tensor) -> Any:
@@ -187,14 +203,27 @@ def _head_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return list(unique.values())
 
 
-def kl_and_gradient(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+def kl_and_gradient(
+    student: Tensor,
+    teacher: Tensor,
+    targets: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The sum over rows of KL(teacher ‖ student) of logits [rows, V], and its gradient by the
-    student's logits, which is softmax(student) − softmax(teacher)."""
+    student's logits, which is softmax(student) − softmax(teacher).
+
+    The cross-entropy of `targets` [rows] is added, times `weights` [rows].
+    """
     dtype = _loss_dtype(student)
     log_q, log_p = student.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
-    p = log_p.exp()
-    kl = (p * (log_p - log_q)).sum()
-    return kl, (log_q.exp() - p).to(student.dtype)
+    p, q = log_p.exp(), log_q.exp()
+    total, gradient = (p * (log_p - log_q)).sum(), q - p
+    if targets is not None and weights is not None:
+        is_target = torch.arange(q.shape[1], device=q.device) == targets[:, None]
+        weight = weights.to(dtype)[:, None]
+        total = total - (weight * is_target * log_q).sum()
+        gradient = gradient + weight * (q - is_target.to(dtype))
+    return total, gradient.to(student.dtype)
 
 
 class _HeadKL(torch.autograd.Function):
@@ -209,6 +238,7 @@ class _HeadKL(torch.autograd.Function):
         student: PreTrainedModel,
         teacher: PreTrainedModel,
         budget: int,
+        known: tuple[Tensor, Tensor] | None,
         *head: torch.nn.Parameter,
     ) -> Tensor:
         count = hidden.shape[0] * hidden.shape[1]
@@ -225,7 +255,8 @@ class _HeadKL(torch.autograd.Function):
             expected = head_logits(teacher, target, slice(start, stop)).flatten(0, 1)
             with torch.enable_grad():
                 logits = head_logits(student, chunk, slice(None))
-            kl, by_logits = compare(logits.detach().flatten(0, 1), expected)
+            answers = [part[:, start:stop].flatten() for part in known or ()]
+            kl, by_logits = compare(logits.detach().flatten(0, 1), expected, *answers)
             gradient[:, start:stop], *by_head = torch.autograd.grad(
                 logits,
                 [chunk.last_hidden_state, *head],
@@ -246,7 +277,7 @@ class _HeadKL(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = grads[0] / ctx.count
         hidden, *head = (gradient * factor.to(gradient.dtype) for gradient in ctx.saved_tensors)
-        return hidden, None, None, None, None, None, *head
+        return hidden, None, None, None, None, None, None, *head
 
 
 @cache

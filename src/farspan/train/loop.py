@@ -34,7 +34,7 @@ from farspan.train.steps import EagerSteps, GraphedSteps, TrainingTask
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 LOCK = "lock"  # exists while a command trains in the folder
-DIVERGED = 2.0  # a loss above this many times its running mean, plus one nat, has diverged
+DIVERGED = 2.0  # a loss above this many times its running mean, plus a margin, has diverged
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class TrainPlan:
     keep: tuple[int, ...] = ()  # steps whose checkpoints are never removed
     log_every: int = 10
     plateau: PlateauRule | None = None
+    margin: float = 1.0  # nats by which the loss of a step may exceed the mean of others
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ class _Loop:
         # Prepare the next batches while the device computes.
         next_batches = task.batches(self.step + 1) if self.step + 1 < self.last_step else []
         loss_value, norm_value, stop = _read(loss, norm, stop_requested(), self.state)
-        if (problem := _divergence(loss_value, norm_value, self.mean_loss)) is not None:
+        problem = _divergence(loss_value, norm_value, self.mean_loss, plan.margin)
+        if problem is not None:
             where = _first_bad_module(task, batches)
             raise _diverged(self.run, self.step + 1, f"{problem}, first seen in {where}")
         self.steps.update()
@@ -268,13 +270,13 @@ def _read(
     return loss_value, norm_value, stop > 0
 
 
-def _divergence(loss: float, norm: float, mean_loss: float) -> str | None:
+def _divergence(loss: float, norm: float, mean_loss: float, margin: float) -> str | None:
     """Why this gradient must not update the weights; None if it may."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     if not math.isfinite(norm):
         return f"the gradient norm is {norm}"
-    if loss > DIVERGED * mean_loss + 1:
+    if loss > DIVERGED * mean_loss + margin:
         return f"the loss is {loss:g} and was {mean_loss:.3g} on average"
     return None
 
