@@ -276,7 +276,7 @@ def _choose_layout(
     if config.layers == "even" or count == len(layers):
         chosen = even_layers(indices, count)
         job.details["choice"] = (
-            f"{count} of {len(layers)} layers are global, at equal distances: {_list(chosen)}"
+            f"{_layers_are(chosen)} global, {count} of {len(layers)} layers at equal distances"
         )
     else:
         rotary = [layer.index for layer in layers if layer.position == "rope"]
@@ -287,9 +287,9 @@ def _choose_layout(
         others = max(retrieval[layer] for layer in indices if layer not in chosen)
         job.details["layer_costs"] = as_table(costs)
         job.details["choice"] = (
-            f"layers {_list(chosen)} are global: of layers {config.spacing} or more apart, a "
-            f"window of {window} keys costs retrieval most there, up to {dearest:.3f} nats a "
-            f"token, and at most {others:.3f} in any other layer"
+            f"{_layers_are(chosen)} global: of layers {config.spacing} or more apart, a window of "
+            f"{window} keys costs retrieval most there, up to {dearest:.3f} nats a token, and at "
+            f"most {others:.3f} in any other layer"
         )
     return Layout(
         {
@@ -346,8 +346,14 @@ def even_layers(indices: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(indices[round((number + 1) * len(indices) / count) - 1] for number in range(count))
 
 
-def _list(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
+def _layers_are(layers: Sequence[int]) -> str:
+    """
+    >>> _layers_are((3, 7))
+    'layers 3, 7 are'
+    """
+    if len(layers) == 1:
+        return f"layer {layers[0]} is"
+    return f"layers {', '.join(map(str, layers))} are"
 
 
 def _distill(
