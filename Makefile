@@ -67,13 +67,13 @@ types: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
 
-# The figures of the documentation that have records, drawn again.
+# The figures and tables of the documentation that have records, drawn again.
 figures: $(VENV)/.installed
 	$(BIN)/python benchmarks/draw_figures.py
+	$(BIN)/python benchmarks/draw_tables.py
 
 # The documentation as a site, in site/; a warning is an error.
-docs: $(VENV)/.installed
-	$(PIP) -e '.[docs]'
+docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(VENV)/.installed-dev
@@ -84,11 +84,18 @@ clean:
 		.coverage*
 
 # torch first: when it is installed by itself, pip takes the build that the constraint names.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.created: $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farspan needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
 	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.created pyproject.toml
+	$(PIP) -e '.[docs]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

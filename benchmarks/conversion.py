@@ -3,11 +3,14 @@ context, as paired differences to the base, and passkeys; also for other slopes 
 
     python benchmarks/conversion.py PATCH --text books_val.jsonl.xz --text pg19_test_a.jsonl.xz \\
         --longest 65536 --slopes 0 0.1 0.3 --out results.json
+
+The result is one line for a file of docs/records.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,7 @@ from farspan.attention.scales import Scales
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.evals.passkey import passkey_accuracy
-from farspan.files import write_json
+from farspan.files import write_text
 from farspan.lengths import doublings
 from farspan.model.loss import losses_by_context
 
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=512, help="tokens at the end of a window")
     parser.add_argument("--slopes", type=float, nargs="*", default=[], help="beside the patch")
     parser.add_argument("--keys", type=int, default=20, help="passkeys at each of 10 depths")
+    parser.add_argument("--group", help="the tables of docs/results that show this group")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,23 +62,29 @@ def main() -> None:
             for text in args.text
         ]
     )
-    results = {"base": measure(base, tokenizer, windows, inside, args)}
+    losses: dict[str, dict[int, list[float]]] = {}
+    passkeys: dict[str, dict[str, float]] = {}
+    losses["base"], passkeys["base"] = measure(base, tokenizer, windows, inside, args)
     for slope in (None, *args.slopes):
         name = "patch" if slope is None else f"slope {slope:g}"
         if slope is not None:
             set_slope(model, patch, slope)
-        results[name] = measure(model, tokenizer, windows, contexts, args)
+        losses[name], passkeys[name] = measure(model, tokenizer, windows, contexts, args)
         print(f"{name}, {len(windows)} windows: loss minus that of the base")
         for context in contexts:
-            expected = results["base"]["loss"][min(context, inside[-1])]
-            difference = np.subtract(results[name]["loss"][context], expected)
+            expected = losses["base"][min(context, inside[-1])]
+            difference = np.subtract(losses[name][context], expected)
             bound = 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
             print(f"  {context:7,d}  {difference.mean():+.4f} ± {bound:.4f}", flush=True)
-    for result in results.values():
-        result["loss"] = {
-            str(key): np.round(values, 5).tolist() for key, values in result["loss"].items()
-        }
-    write_json(args.out, results)
+    rounded = {
+        name: {str(context): np.round(values, 5).tolist() for context, values in own.items()}
+        for name, own in losses.items()
+    }
+    record = {"label": args.patch.name, "group": args.group, "texts": args.text}
+    record |= {"scored": args.scored, "losses": rounded}
+    if args.keys:
+        record["passkeys"] = {"n": 10 * args.keys, **passkeys}
+    write_text(args.out, json.dumps(record) + "\n")
 
 
 def measure(
@@ -83,7 +93,7 @@ def measure(
     windows: torch.Tensor,
     contexts: list[int],
     args: argparse.Namespace,
-) -> dict:
+) -> tuple[dict[int, list[float]], dict[str, float]]:
     losses = losses_by_context(model, windows, contexts, args.scored)
     passkeys = {
         str(context): passkey_accuracy(model, tokenizer, context, keys=args.keys, batch=10)
@@ -91,7 +101,7 @@ def measure(
         if args.keys
     }
     print(f"passkeys {passkeys}", flush=True)
-    return {"loss": losses, "passkey": passkeys}
+    return losses, passkeys
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.methods.distill import DistillModule, compiled, make_teacher
-from farspan.methods.swan import distillation_flops, even_layers
+from farspan.methods.swan import SwanConfig, distillation_flops, even_layers
 from farspan.train.loop import peak_flops
 
 SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the shape of Wang 2024
@@ -37,7 +37,7 @@ SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the sh
 
 @dataclass(eq=False)
 class Distillation:
-    """A model in a layout of windows, a quarter of its layers global, and the base that teaches."""
+    """A model in the default layout of `swan`, and the base that teaches."""
 
     model: PreTrainedModel
     teacher: PreTrainedModel
@@ -49,7 +49,8 @@ class Distillation:
         with torch.device(device):
             model = LlamaForCausalLM(LlamaConfig(**shape))
         teacher, base = make_teacher(model), probe(model)
-        global_layers = even_layers([layer.index for layer in base], round(len(base) / 4))
+        count = round(len(base) * SwanConfig().global_share)
+        global_layers = even_layers([layer.index for layer in base], count)
         windowed, whole = LayerLayout(True, window), LayerLayout(False)
         layout = {
             layer.index: whole if layer.index in global_layers else windowed for layer in base

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from farspan.files import read_json, write_bytes, write_text
-from farspan.lab.ranking import group_entries
+from farspan.lab.ranking import LabEntry, group_entries
 from farspan.lab.study import LabCell
 from farspan.report.figures import best_scales, method_losses
 from farspan.report.hero import loss_and_retrieval
@@ -51,12 +51,21 @@ def swan_small() -> Figure:
     return method_losses(cells)
 
 
+def lab_entries() -> list[LabEntry]:
+    """The models of lab-grid; of their losses, the last one is kept."""
+    return group_entries(
+        {
+            LabCell(each["task"], each["encoding"], "small", "none", each["lr"], each["seed"]): {
+                **each,
+                "loss": [each["loss"]],
+            }
+            for each in records("lab-grid")
+        }
+    )
+
+
 def lab_grid() -> Figure:
-    results = {
-        LabCell(each["task"], each["encoding"], "small", "none", each["lr"], each["seed"]): each
-        for each in records("lab-grid")
-    }
-    return accuracy_by_length(accuracy_panels(read_study("lab-grid", []), group_entries(results)))
+    return accuracy_by_length(accuracy_panels(read_study("lab-grid", []), lab_entries()))
 
 
 FIGURES = {

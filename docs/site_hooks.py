@@ -31,10 +31,12 @@ def _inside_docs(text: str) -> str:
 
 
 def on_page_markdown(markdown, page, **_):
-    """Links to files that the site does not have become their text."""
+    """Links to copies lead to them. Links to files that the site does not have become text."""
     if page.file.src_uri == "tutorial.md":
         link = f'<a href="{NOTEBOOK}" download>This page as a notebook</a>'
         markdown = markdown.replace("\n\n", f"\n\n{link}\n\n", 1)
+    for name, source in COPIES.items():
+        markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./{source}", rf"](\1{name}", markdown)
     outside = r"(?:(?:\.\./)+(?:src|tests|benchmarks)/[^)]*|CITATION\.cff)"
     return re.sub(rf"\[([^\]]+)\]\({outside}\)", r"\1", markdown)
 
@@ -42,5 +44,19 @@ def on_page_markdown(markdown, page, **_):
 def on_post_build(config):
     import jupytext
 
-    notebook = jupytext.read(ROOT / "docs" / "tutorial.md")
-    jupytext.write(notebook, Path(config["site_dir"]) / "tutorial" / NOTEBOOK)
+    jupytext.write(tutorial_notebook(), Path(config["site_dir"]) / "tutorial" / NOTEBOOK)
+
+
+def tutorial_notebook():
+    """The tutorial as a notebook, which stands alone: without its picture, links as their text."""
+    import jupytext
+
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n", "", text, flags=re.MULTILINE)
+    notebook = jupytext.reads(re.sub(r"\[([^\]]+)\]\(\w+\.md[^)]*\)", r"\1", text), fmt="md")
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
+    return notebook

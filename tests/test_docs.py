@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from farspan.data.documents import read_documents
+from farspan.lab.fleet_training import FleetPlan
+from farspan.lab.study import NetworkShape
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -26,14 +32,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
-def links(page: Path) -> list[str]:
-    text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text()))
+def links(text: str) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", without_code(text))
     return re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path):
-    for link in links(page):
+    for link in links(page.read_text()):
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
@@ -66,12 +72,58 @@ def test_the_file_layout_of_the_studies_is_read(tmp_path, monkeypatch):
     assert texts == [document["text"] for document in names["documents"]]
 
 
+def test_the_settings_of_networks_and_training_in_the_lab_are_those_of_the_code():
+    """Every key of sizes.NAME and of train, with its default."""
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", (DOCS / "lab.md").read_text(), re.MULTILINE)
+    for config in (NetworkShape(), FleetPlan(steps=4000)):
+        for key, value in asdict(config).items():
+            assert (key, str(value).lower()) in rows
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_of_the_site_stay_in_it(hooks):
+    """`make docs` refuses a link to a file above docs/."""
+    for page in sorted(DOCS.rglob("*.md")):
+        source = str(page.relative_to(DOCS))
+        file = SimpleNamespace(file=SimpleNamespace(src_uri=source))
+        for link in links(hooks.on_page_markdown(page.read_text(), file)):
+            target = os.path.normpath(DOCS / source / ".." / link.partition("#")[0])
+            path = Path(target).relative_to(DOCS)
+            assert str(path) in hooks.COPIES or (DOCS / path).exists(), (source, link)
+
+
+@pytest.fixture(scope="module")
+def notebook(hooks):
+    """The tutorial as the notebook of the site."""
+    return hooks.tutorial_notebook()
+
+
+def test_the_notebook_has_the_blocks_of_the_tutorial_and_no_link_to_a_page(notebook):
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert code == [block.rstrip("\n") for block in blocks("tutorial.md")]
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "It is an ordinary transformers model. Export writes" in text
+    assert "](" not in text
+
+
 @pytest.mark.long
-def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    for block in blocks("tutorial.md"):
-        exec(block, names)
-    assert names["result"].after["loss@1024"] < names["result"].before["loss@1024"]
+def test_the_notebook_runs(notebook, tmp_path, monkeypatch):
+    from nbclient import NotebookClient  # here, for only this test needs a kernel
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = "".join(each.text for each in outputs if each.get("name") == "stdout")
+    before, after = re.search(r"^(\d+\.\d+) (\d+\.\d+)$", printed, re.MULTILINE).groups()
+    assert float(after) < float(before)
+    shown = [each.data for each in outputs if each.output_type == "execute_result"]
+    assert any("image/png" in data for data in shown)  # diagnosis.plot()
+    assert any("<caption>ExtendResult" in data.get("text/html", "") for data in shown)
     assert "nope-1k" in (tmp_path / "report.html").read_text()
-    assert "none" in capsys.readouterr().out

@@ -1,10 +1,11 @@
-"""Figures of the documentation: each is drawn from records, or it says why not."""
+"""Figures and tables of the documentation: drawn from records, or listed with the reason."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,23 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 
+def benchmark(name: str):
+    """A script of benchmarks/, which imports its neighbors."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
 @pytest.fixture(scope="module")
 def drawing():
-    path = ROOT / "benchmarks" / "draw_figures.py"
-    spec = importlib.util.spec_from_file_location("draw_figures", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("draw_figures")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return benchmark("draw_tables")
 
 
 def test_every_figure_is_drawn_by_the_command_or_says_what_draws_it(drawing):
@@ -60,3 +71,72 @@ def test_a_contributed_run_becomes_a_page(drawing, tmp_path):
     assert text.startswith("# my-run\n\n![loss by position](my-run-loss.png)\n\n## Loss on books")
     assert "| mine | yarn | 2× |" in text
     assert (tmp_path / "my-run-loss.png").stat().st_size > 1000
+
+
+def test_the_tables_of_every_page_are_those_of_the_records(tables):
+    blocks = [
+        (page, match)
+        for page in DOCS.rglob("*.md")
+        for match in tables.BLOCK.finditer(page.read_text())
+    ]
+    for page, match in blocks:
+        block = match[0]
+        assert tables.with_tables(block) == block, f"{page}: run `make figures`"
+    assert {match[2].split()[0] for _, match in blocks} == tables.TABLES.keys()
+
+
+LINE = {
+    "label": "mine",
+    "group": "64k",
+    "losses": {"base": {"8": [1.0, 2.0]}, "patch": {"8": [1.0, 2.0], "16": [1.0, 3.0]}},
+    "passkeys": {"n": 20, "base": {"8": 1.0}, "patch": {"8": 0.95, "16": 0.5}},
+}
+
+
+def test_a_new_line_is_a_new_row(tables, monkeypatch):
+    lines = [LINE, {**LINE, "label": "other", "group": "32k"}]
+    monkeypatch.setattr(tables, "records", lambda _: lines)
+    page = "<!-- table: losses runs#64k -->\n<!-- end -->\n\n  <!-- table: passkeys runs -->\nold\n"
+    text = tables.with_tables(page + "  <!-- end -->\n")
+    assert "| loss minus base | windows | 8 | 16 |\n" in text
+    assert text.count("| mine | 2 | 0 | +0.500 ± 0.980 |\n") == 1  # 1.96 · √½ / √2
+    assert text.count("other") == 1
+    assert "\n  | base | 20 | 100% |  |\n  | mine | 20 | 95% | 50% |\n  | other | 20 |" in text
+    assert "old" not in text
+    assert tables.with_tables(text) == text
+
+
+def test_variants_of_a_line_are_rows_by_name(tables, monkeypatch):
+    shares = {"n": 10, "patch": {"8": 1.0}, "slope 0.1": {"8": 0.5}}
+    monkeypatch.setattr(tables, "records", lambda _: [{**LINE, "passkeys": shares}])
+    assert tables.passkeys("runs")[1] == [["mine", "10", "100%"], ["mine, slope 0.1", "10", "50%"]]
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [("loses runs", "no table 'loses'"), ("losses swan-smollm2#65k", "has the group '65k'")],
+)
+def test_a_mark_without_table_or_records_is_an_error(tables, command, error):
+    with pytest.raises(SystemExit, match=error):
+        tables.with_tables(f"<!-- table: {command} -->\n<!-- end -->")
+
+
+def test_lines_without_label_or_base_are_errors(tables, monkeypatch):
+    cells = [{"same_tokens": {}, "passkey": {}, "method": "swan", "train_length": 8}]
+    monkeypatch.setattr(tables, "records", lambda _: cells)
+    with pytest.raises(SystemExit, match="runs.jsonl has no label"):
+        tables.losses("runs")
+    cells[0]["label"] = "mine"
+    with pytest.raises(SystemExit, match="runs has 0 cells with the method none"):
+        tables.losses("runs")
+
+
+def test_tables_by_hand_are_listed(tables):
+    """Pages of results that have a table outside of the marks."""
+    pages = {
+        page.name
+        for page in (DOCS / "results").glob("*.md")
+        if re.search(r"^ *\|", tables.BLOCK.sub("", page.read_text()), re.MULTILINE)
+    }
+    listed = (DOCS / "records" / "README.md").read_text().split("## Tables by hand")[1]
+    assert set(re.findall(r"results/([\w.]+)\)", listed)) == pages

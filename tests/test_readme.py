@@ -60,16 +60,6 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
     assert ran == ["inspect", "diagnose", "extend", "eval", "export", "generate"]
 
 
-def test_untested_commands_of_the_readme_are_valid():
-    for line, untested in shell_lines():
-        if untested:
-            _, command, *arguments = shlex.split(line)
-            result = CliRunner().invoke(app, [command, "--help"])
-            assert result.exit_code == 0
-            for option in (argument for argument in arguments if argument.startswith("--")):
-                assert option in result.output
-
-
 @pytest.mark.long
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
     small = ExtendConfig(search_windows=1, choose_windows=1, report_windows=1, passkeys=0)

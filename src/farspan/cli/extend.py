@@ -190,7 +190,8 @@ def _show_patch(patch: Patch) -> None:
         length = f"at {patch.target:,} keys" if patch.scales.slope is not None else "at any length"
         low, high = f"{scales.min():.2f}", f"{scales.max():.2f}"
         spread = low if low == high else f"{low} to {high}, mean {scales.mean():.2f}"
-        heads = f"{scales.numel()} heads in {len(patch.scales.layers)} layers"
+        count = len(patch.scales.layers)
+        heads = f"{scales.numel()} heads in {count} layer{'s' * (count > 1)}"
         console.print(f"[dim]attention scale λ̂[/] {spread} {length}, {heads}")
     if patch.rope is not None:
         console.print(f"[dim]RoPE[/] {escape(describe_rope(patch.rope))}")

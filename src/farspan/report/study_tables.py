@@ -86,14 +86,15 @@ def paired_table(cells: Sequence[Cell], text: str) -> Table:
             context: np.mean([cell["same_tokens"][text][context] for cell in group], axis=0)
             for context in contexts
         }
-        rows.append([*names, *(_difference(losses[context] - before) for context in contexts)])
+        differences = (paired_difference(losses[context] - before) for context in contexts)
+        rows.append([*names, *differences])
     return ["model", "method", "for", *contexts], rows
 
 
-def _difference(values: np.ndarray) -> str:
+def paired_difference(values: np.ndarray) -> str:
     """The mean of paired differences, and half of its 95% interval."""
     half = 1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
-    return f"{np.mean(values):+.3f} ± {half:.3f}"
+    return f"{np.mean(values):+.3f} ± {half:.3f}".replace("-", "−")
 
 
 def heads_table(cells: Sequence[Cell]) -> Table:

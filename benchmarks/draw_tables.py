@@ -1,0 +1,265 @@
+"""Write the tables of the documentation that have records in docs/records: `make figures`.
+
+A table stands between `<!-- table: NAME SOURCE… -->` and `<!-- end -->`. NAME is one of TABLES. A
+source is a file of docs/records, or FILE#GROUP for the lines of a file that have this `group`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from draw_figures import DOCS, lab_entries, records
+
+from farspan.files import write_text
+from farspan.lab.ranking import Table, accuracy_table, rank_table
+from farspan.report.elements import short_length
+from farspan.report.study_tables import markdown, paired_difference
+
+BLOCK = re.compile(r"^( *)<!-- table: (.+?) -->\n.*?^ *<!-- end -->$", re.DOTALL | re.MULTILINE)
+Record = dict[str, Any]
+
+
+def select(source: str) -> list[Record]:
+    """The lines of a file, or those of one group; cells of a study like other conversions."""
+    file, _, group = source.partition("#")
+    lines = [line for line in records(file) if not group or line.get("group") == group]
+    if not lines:
+        sys.exit(f"no line of docs/records/{file}.jsonl has the group {group!r}")
+    if any("label" not in line for line in lines):
+        sys.exit(f"a line of docs/records/{file}.jsonl has no label, the name of its row; add one")
+    return like_conversions(lines, source) if "same_tokens" in lines[0] else lines
+
+
+def like_conversions(cells: Sequence[Record], source: str) -> list[Record]:
+    """Cells of a study, whose base is another cell and whose windows stand by text."""
+    bases = [index for index, cell in enumerate(cells) if cell["method"] == "none"]
+    if len(bases) != 1:
+        sys.exit(
+            f"{source} has {len(bases)} cells with the method none, the base of the others; "
+            "give each training its own file or group"
+        )
+    windows = [
+        {
+            context: [value for text in cell["same_tokens"].values() for value in text[context]]
+            for context in next(iter(cell["same_tokens"].values()))
+        }
+        for cell in cells
+    ]
+    length = str(cells[bases[0]]["train_length"])
+    base = {length: windows[bases[0]][length]}
+    return [
+        {
+            "label": cell["label"],
+            "losses": {"base": base, "patch": own},
+            "passkeys": {"patch": cell["passkey"]},
+        }
+        for cell, own in zip(cells, windows, strict=True)
+    ]
+
+
+def row_name(record: Record, name: str) -> str:
+    """The label of a record, with the name of the variant if the record has several."""
+    if name == "base":
+        return "base"
+    names = {*record.get("losses", ()), *record.get("passkeys", ())} - {"base", "n"}
+    return record["label"] if name == "patch" or len(names) == 1 else f"{record['label']}, {name}"
+
+
+def losses(*sources: str) -> Table:
+    """The loss of the same tokens minus that of the base, window by window, by context.
+
+    The base has the same context, or the longest one that it was measured with.
+    """
+    rows: list[tuple[str, int, dict[int, str]]] = []
+    for record in (line for source in sources for line in select(source) if "losses" in line):
+        base = by_length(record["losses"]["base"])
+        for name, contexts in record["losses"].items():
+            differences = {
+                context: np.subtract(values, base[min(context, max(base))])
+                for context, values in by_length(contexts).items()
+            }
+            if name != "base":
+                columns = {
+                    context: paired_difference(values) if values.any() else "0"
+                    for context, values in differences.items()
+                }
+                windows = len(next(iter(differences.values())))
+                rows.append((row_name(record, name), windows, columns))
+    return lengths_table(["loss minus base", "windows"], rows)
+
+
+def passkeys(*sources: str) -> Table:
+    """The share of passkeys that each conversion retrieves, by length."""
+    rows: list[tuple[str, int | str, dict[int, str]]] = []
+    for record in (line for source in sources for line in select(source) if "passkeys" in line):
+        shares = record["passkeys"]
+        for name in (name for name in shares if name != "n"):
+            columns = {length: f"{100 * x:g}%" for length, x in by_length(shares[name]).items()}
+            row = row_name(record, name), shares.get("n", ""), columns
+            if row not in rows:  # the same base for several conversions
+                rows.append(row)
+    return lengths_table(["passkeys", "keys"], rows)
+
+
+def by_length(values: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(length): value for length, value in values.items()}
+
+
+def lengths_table(
+    header: list[str], rows: Sequence[tuple[str, int | str, Mapping[int, str]]]
+) -> Table:
+    """A row for each label, with a count if any row has one, and a column for each length."""
+    lengths = sorted({length for *_, columns in rows for length in columns})
+    counts = any(count for _, count, _ in rows)
+    return [*header[: 1 + counts], *map(short_length, lengths)], [
+        [label, *[str(count)] * counts, *(columns.get(length, "") for length in lengths)]
+        for label, count, columns in rows
+    ]
+
+
+def needles(source: str) -> Table:
+    """Of 50 needles in books, the share that base and conversion answer."""
+    tasks = {"single, books": "single needle", "multi-key, books": "one of four needles"}
+    rows = [
+        (
+            f"{'base' if name == 'base' else 'converted'}, {title}",
+            "",
+            {length: f"{100 * x:g}%" for length, x in by_length(shares[task]).items()},
+        )
+        for record in select(source)
+        for task, title in tasks.items()
+        for name, shares in record.get("needles_of_50", {}).items()
+    ]
+    return lengths_table(["needles"], rows)
+
+
+def global_layers(source: str) -> Table:
+    """Conversions of SmolLM2 by their global layers and scales."""
+    base, *lines = select(source)
+    (base_losses,) = base["loss_of_last_512_tokens"].values()
+    rows = []
+    for line in lines:
+        contexts = line["loss_of_last_512_tokens"].values()
+        rows.append(
+            [
+                ", ".join(map(str, line["layers"])),
+                f"{line['max_period']:,}",
+                line["label"],
+                *(paired_difference(np.subtract(values, base_losses)) for values in contexts),
+                slashes(line["repeated"].values()),
+                slashes(line.get("passkey_20", {}).values()),
+            ]
+        )
+    names = [*map(short_length, by_length(lines[0]["loss_of_last_512_tokens"]))]
+    header = ["global layers", "periods to", "scales", *names, f"repeated {'/'.join(names)}"]
+    return [*header, f"passkeys {'/'.join(names[:2])}"], rows
+
+
+def slashes(values: Iterable[float]) -> str:
+    return "/".join(f"{value:.2f}".removeprefix("0") for value in values)
+
+
+def rotation_variants(source: str) -> Table:
+    """Conversions of SmolLM2 by the rotation of their global layers."""
+    rows = []
+    for line in select(source):
+        tuned = dict(line["results"]["tuned"])
+        keys = tuned.pop("passkey")
+        repeated = slashes(result["rep"] for result in tuned.values())
+        kl = f"{tuned['2048']['kl']:.3f}"
+        rows.append([line["label"], f"{line['length']:,}", kl, repeated, slashes(keys.values())])
+    header = ["global layers", "windows", "KL 2K", "repeated 2K/8K/32K", "passkeys 2K/8K/32K"]
+    return header, rows
+
+
+def twin_layers(source: str) -> Table:
+    """Conversions of rope-twin by their global layers and their text."""
+    rows = []
+    for line in select(source):
+        steps = line.get("kl", ["loss "])  # of each logged step: `loss 0.0890, 691K tokens/s`
+        kl = steps[-1].split(",")[0].removeprefix("loss ")
+        books = (f"{line['books_val'][length]:.2f}" for length in ("512", "2048", "16384"))
+        rows.append([line["label"], kl, *books, slashes(line["passkey"].values())])
+    return ["variant", "KL", "512", "2K", "16K", "passkeys 512/1K/2K/4K/8K/16K"], rows
+
+
+def twin_rotation(source: str) -> Table:
+    """Conversions of rope-twin by the rotation of their global layers, and the base."""
+    lines = select(source)
+    measured = [("base", lines[0]["before"]), *((line["label"], line["after"]) for line in lines)]
+    rows = [
+        [
+            label,
+            "/".join(f"{scores[f'loss@{length}']:.2f}" for length in (512, 2048, 16384)),
+            slashes(score for name, score in scores.items() if name.startswith("passkey")),
+        ]
+        for label, scores in measured
+    ]
+    return ["rotation", "loss 512/2K/16K", "passkeys 512/1K/2K/4K/8K/16K"], rows
+
+
+def lab_accuracy() -> Table:
+    header, rows = accuracy_table(lab_entries())
+    return header, [bold_best(row) for row in rows]
+
+
+def lab_ranks() -> Table:
+    header, rows = rank_table(lab_entries())
+    return header[2:], [bold_best(row[2:]) for row in rows]  # one size, no scratchpads
+
+
+def bold_best(row: list[str]) -> list[str]:
+    """The largest first number of a row's columns in bold; all that are equal to it."""
+    numbers = [re.match(r"\d\.\d+", column) for column in row]
+    best = max((match[0] for match in numbers if match), default="")
+    return [
+        f"**{best}**{column[match.end() :]}" if match and match[0] == best else column
+        for column, match in zip(row, numbers, strict=True)
+    ]
+
+
+TABLES = {
+    table.__name__.replace("_", "-"): table
+    for table in (
+        losses,
+        passkeys,
+        needles,
+        global_layers,
+        rotation_variants,
+        twin_layers,
+        twin_rotation,
+        lab_accuracy,
+        lab_ranks,
+    )
+}
+
+
+def with_tables(page: str) -> str:
+    """A page with the table of every block drawn from the records, indented like its marks."""
+
+    def block(match: re.Match[str]) -> str:
+        indent, command = match.groups()
+        name, *sources = command.split()
+        if name not in TABLES:
+            sys.exit(f"there is no table {name!r}; choose among {', '.join(TABLES)}")
+        table = markdown(*TABLES[name](*sources))
+        lines = [f"<!-- table: {command} -->", "", *table.splitlines(), "", "<!-- end -->"]
+        return "\n".join(indent + line if line else "" for line in lines)
+
+    return BLOCK.sub(block, page)
+
+
+def main() -> None:
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (drawn := with_tables(text)) != text:
+            write_text(page, drawn)
+            print(page)
+
+
+if __name__ == "__main__":
+    main()
