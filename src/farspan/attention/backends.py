@@ -110,8 +110,7 @@ def mask_of_selected_keys(
         return mask
     if hasattr(module, "build_attention_mask_from_topk") and backend_name(module.config) == "sdpa":
         # Where nothing is selected, SDPA returns 0 for booleans and the mean value for numbers.
-        numbers = isinstance(mask, Tensor) and mask.dtype != torch.bool
-        return cast(Tensor, mask == 0) if numbers else mask
+        return mask.eq(0) if isinstance(mask, Tensor) and mask.dtype != torch.bool else mask
     if (blocks := kwargs.pop("block_indices", None)) is not None:
         queries, keys = query.shape[2], key.shape[2]
         positions = kwargs.get("position_ids")
