@@ -56,6 +56,7 @@ from farspan.train.steps import EagerSteps
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows import search_folder
 from farspan.workflows.extend import extend
+from test_train import in_processes
 
 QUICK = SearchConfig(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
 LENGTH, TARGET = 16, 40
@@ -1672,6 +1673,22 @@ def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
     after = loss_by_position(model, ids)
     assert after[-128:].mean() < before[-128:].mean() - 3
     assert after[256:511].mean() < before[256:511].mean() + 0.1
+
+
+@pytest.mark.long
+def test_four_processes_give_the_patch_of_one(tiny, tmp_path):
+    """Each takes its share of every batch."""
+    recipe = replace(FEW, search=replace(QUICK, batch=4))
+
+    def search_scales(rank: int) -> None:
+        extend(tiny / "none", 128, tmp_path / "four", "headscale", **options)
+
+    options = dict(data=tiny / "text.txt", recipe=recipe)
+    in_processes(4, search_scales, tmp_path)
+    extend(tiny / "none", 128, tmp_path / "one", "headscale", **options)
+    one, four = (Patch.load(tmp_path / name) for name in ("one", "four"))
+    assert (one.scales.base - four.scales.base).abs().max() <= 1e-6
+    assert not torch.equal(one.scales.base, torch.ones_like(one.scales.base))
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from typer.testing import CliRunner
 
 import farspan
-from families import FAMILIES, SHAPE, SPARSE, randomized, tokens
+from families import FAMILIES, LATENT, SHAPE, SPARSE, randomized, tokens
 from farspan.attention import call as seam_call
 from farspan.attention import guard, seam
 from farspan.attention.backends import mask_of_selected_keys
@@ -76,6 +76,29 @@ def test_sparse_families_are_exact_under_the_seam(name: str):
         assert torch.equal(before, after)
     seam.install(model, Scales.uniform(1.5, range(4), heads))
     assert not torch.allclose(model(ids).logits, plain[0])
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@torch.no_grad()
+def test_queries_that_select_nothing_stay_as_they_are(tail: bool):
+    """SDPA gives them 0 by a mask of booleans, which GLM 5 Next makes for this name alone.
+
+    Without the tail, the first queries of a text have no whole group of 4 keys to select.
+    """
+    latent = {key: value for key, value in LATENT.items() if key != "qk_rope_head_dim"}
+    types = {"layer_types": ["indexed_attention"] * 4, "mlp_layer_types": ["dense"] * 4}
+    groups = {"index_topk": 8, "index_kpool": 4, "index_kpool_always_select_tail": tail}
+    settings = {**latent, **groups, **types, "q_lora_rank": 12}
+    model = randomized(lambda: hf.Glm5NextTextModel(hf.Glm5NextTextConfig(**settings)))
+    ids = tokens(LENGTH)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    plain = model(ids)[0], model(ids, attention_mask=padding)[0]
+    seam.install(model, Scales.uniform(1.0, range(4), 4))
+    for before, options in zip(plain, ({}, {"attention_mask": padding}), strict=True):
+        assert torch.equal(before, model(ids, **options)[0])
+    seam.install(model, Scales.uniform(1.5, range(4), 4))
+    assert not torch.allclose(model(ids)[0], plain[0])
 
 
 @every_sparse_family

@@ -294,7 +294,7 @@ def test_swan_makes_the_layer_that_retrieves_global():
     dearest = max(job.details["layer_costs"], key=lambda cost: cost["window_retrieval"])
     assert dearest["layer"] == 1
     choice = job.details["choice"]
-    assert choice.startswith("layers 1 are global: of layers 2 or more apart, a window of 8 keys")
+    assert choice.startswith("layer 1 is global: of layers 2 or more apart, a window of 8 keys")
     assert f"up to {dearest['window_retrieval']:.3f} nats" in choice
 
 
@@ -546,7 +546,7 @@ def test_a_share_of_1_makes_all_layers_global():
     patch = swan(model, job, replace(SETTINGS, global_share=1.0), QUICK)
     assert patch.layout.to_json() == dict.fromkeys("0123", "none")
     assert "layer_costs" not in job.details
-    assert job.details["choice"] == "4 of 4 layers are global, at equal distances: 0, 1, 2, 3"
+    assert job.details["choice"] == "layers 0, 1, 2, 3 are global, 4 of 4 layers at equal distances"
 
 
 @pytest.mark.parametrize(("share", "chosen"), [(0.01, (3,)), (0.5, (1, 3)), (0.75, (0, 2, 3))])
@@ -556,7 +556,7 @@ def test_the_share_sets_the_number_of_global_layers(share, chosen):
     settings = replace(EVEN, global_share=share)
     patch = swan(model, job, settings, replace(QUICK, steps=1))
     assert patch.layout.global_layers == chosen
-    assert job.details["choice"].startswith(f"{len(chosen)} of 4 layers are global, at equal")
+    assert f"global, {len(chosen)} of 4 layers at equal" in job.details["choice"]
     assert job.details["distillation"] == {
         "length": LENGTH,
         "batch": 4,
@@ -711,8 +711,10 @@ def test_answers_of_facts_reach_the_loss(monkeypatch):
         assert (answers.sum(1) == 3).all()
         assert answers[:, -3:].all()
     plain = len(batches)
-    swan(model, job, replace(EVEN, facts=0.5), QUICK)
+    for others in ({"facts": 0.5, "answers": 0.0}, {"facts": 0.0}):
+        swan(model, job, replace(EVEN, **others), QUICK)
     assert all(batch.ndim == 2 for batch in batches[plain:])
+    assert SwanConfig(loss="cross-entropy").answer_weight == 0.0
 
 
 def test_short_windows_are_as_long_as_the_window(monkeypatch):

@@ -149,6 +149,7 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "window_size": SPAN,
             "attention_chunk_size": SPAN,
             "index_topk": SPAN,
+            "index_kpool": SPAN // 2,
             "index_block_size": SPAN // 2,
             "index_topk_blocks": 2,
             "indexer_budget": SPAN,
