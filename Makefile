@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long mutants families torture torture-full oldest check lint types dev figures \
+.PHONY: demo test coverage long mutants families torture torture-full oldest check lint types dev figures \
 	docs wheel clean
 
 demo: $(VENV)/.installed
@@ -18,6 +18,12 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(PYTEST)
+
+# The lines of src/farspan that the tests reach; takes more than twice as long. Tracing also slows
+# the commands that tests start, so the one that limits the time of `farspan --help` is left out.
+coverage: $(VENV)/.installed-dev
+	$(PYTEST) --cov --cov-report=term:skip-covered \
+		--deselect tests/test_architecture.py::test_help_is_quick
 
 # The tests that take minutes. Files without one are not imported.
 long: $(VENV)/.installed
@@ -74,7 +80,8 @@ wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oldest dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.coverage*
 
 # torch first: when it is installed by itself, pip takes the build that the constraint names.
 $(VENV)/.created: $(CONSTRAINTS)

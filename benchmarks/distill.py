@@ -15,54 +15,85 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from shapes import SHAPE, SMALL, SMOLLM2
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import set_layout
-from farspan.attention.probe import probe
+from farspan.attention.probe import Layer, probe
 from farspan.methods.distill import DistillModule, compiled, make_teacher
-from farspan.methods.swan import distillation_flops, even_layers
+from farspan.methods.swan import SwanConfig, distillation_flops, even_layers
 from farspan.train.loop import peak_flops
 
 SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the shape of Wang 2024
 
 
+@dataclass(eq=False)
+class Distillation:
+    """A model in the default layout of `swan`, and the base that teaches."""
+
+    model: PreTrainedModel
+    teacher: PreTrainedModel
+    base: list[Layer]  # the layers before the conversion
+
+    @classmethod
+    def build(cls, shape: dict, window: int, device: str) -> Distillation:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+        teacher, base = make_teacher(model), probe(model)
+        count = round(len(base) * SwanConfig().global_share)
+        global_layers = even_layers([layer.index for layer in base], count)
+        windowed, whole = LayerLayout(True, window), LayerLayout(False)
+        layout = {
+            layer.index: whole if layer.index in global_layers else windowed for layer in base
+        }
+        set_layout(model, Layout(layout))
+        return cls(model, teacher, base)
+
+    def __post_init__(self):
+        self.layers = probe(self.model)
+        self.loss = DistillModule(self.model, self.teacher)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), 1e-4, fused=self.model.device.type == "cuda"
+        )
+
+    def flops(self, length: int) -> float:
+        """Of one token."""
+        return distillation_flops(self.model, self.layers, self.base, length)
+
+    def step(self, micro_batches: Sequence[Tensor]) -> None:
+        for ids in micro_batches:
+            (self.loss(ids) / len(micro_batches)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 def measure(name: str, args: argparse.Namespace, compile_layers: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPES[name])).to(device)
-    teacher, base = make_teacher(model), probe(model)
-    count = round(len(base) / 4)
-    global_layers = even_layers([layer.index for layer in base], count)
-    windowed, whole = LayerLayout(True, args.window), LayerLayout(False)
-    entries = {layer.index: whole if layer.index in global_layers else windowed for layer in base}
-    set_layout(model, Layout(entries))
-    loss, optimizer = (
-        DistillModule(model, teacher),
-        torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda"),
-    )
+    distillation = Distillation.build(SHAPES[name], args.window, device)
+    model, teacher = distillation.model, distillation.teacher
     rows = (args.micro_batch, args.length)
     ids = torch.randint(model.config.vocab_size, rows, device=device)
-    flops = distillation_flops(model, probe(model), base, args.length)
+    flops = distillation.flops(args.length)
     times = []
     with compiled(model, teacher) if compile_layers else nullcontext():
         for _ in range(args.steps + 2):  # two to warm up
             synchronize(device)
             start = time.perf_counter()
-            for _ in range(args.micro_batches):
-                (loss(ids) / args.micro_batches).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            distillation.step([ids] * args.micro_batches)
             synchronize(device)
             times.append(time.perf_counter() - start)
         if args.profile:
-            write_profile(args.profile, lambda: loss(ids).backward())
+            write_profile(args.profile, lambda: distillation.loss(ids).backward())
     speed = args.micro_batches * ids.numel() / statistics.median(times[2:])
     peak = f"{speed * flops / rate:.1%}" if (rate := peak_flops()) else "unknown"
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0

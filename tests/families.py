@@ -252,7 +252,7 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64
     ),
 }
-_LATENT = dict(
+LATENT = dict(
     **_without("head_dim", "num_key_value_heads"),
     num_key_value_heads=4,
     kv_lora_rank=16,
@@ -271,14 +271,14 @@ _LATENT = dict(
 # Sparse attention: a query sees 4 selected keys, or 2 blocks of 4 in the first layers of MiniMax.
 SPARSE: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v32": lambda: hf.DeepseekV32ForCausalLM(
-        hf.DeepseekV32Config(**_LATENT, q_lora_rank=12)
+        hf.DeepseekV32Config(**LATENT, q_lora_rank=12)
     ),
-    "glm_moe_dsa": lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**_LATENT, q_lora_rank=12)),
-    "axk2": lambda: hf.AXK2ForCausalLM(hf.AXK2Config(**_LATENT, q_lora_rank=12)),
-    "hy_v4": lambda: hf.HYV4ForCausalLM(hf.HYV4Config(**_LATENT, q_lora_rank=12)),
+    "glm_moe_dsa": lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**LATENT, q_lora_rank=12)),
+    "axk2": lambda: hf.AXK2ForCausalLM(hf.AXK2Config(**LATENT, q_lora_rank=12)),
+    "hy_v4": lambda: hf.HYV4ForCausalLM(hf.HYV4Config(**LATENT, q_lora_rank=12)),
     "mistral_large4": lambda: hf.MistralLarge4ForConditionalGeneration(
         hf.MistralLarge4Config(
-            text_config=hf.MistralLarge4TextConfig(**_LATENT).to_dict(),
+            text_config=hf.MistralLarge4TextConfig(**LATENT).to_dict(),
             vision_config=dict(
                 model_type="pixtral",
                 hidden_size=16,

@@ -1,7 +1,7 @@
 """Scales, layouts and observers do on FlashAttention and FlexAttention what they do on SDPA.
 
 FlexAttention runs in steps, on any machine. FlashAttention needs a GPU: a function in its place
-reads masks as it does, in plain operations.
+reads masks as it does, in plain operations. On a GPU, test_gpu_backends.py runs both for real.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 import transformers as hf
 from torch.nn import functional as F
 from transformers.masking_utils import flash_attention_mask
-from transformers.utils import is_flash_attn_2_available
 
 from families import FAMILIES, Family, tokens
 from farspan.attention import seam
@@ -142,6 +141,18 @@ def test_a_constant_scale_only_multiplies_the_queries(monkeypatch):
     assert torch.equal(scaled, queries.pop() * torch.tensor([1.0, 1.5, 2.0, 3.0])[:, None, None])
 
 
+@torch.no_grad()
+def test_packed_texts_are_refused_for_growing_scales_alone():
+    model = on_backend(hf.LlamaForCausalLM(hf.LlamaConfig(**LAYER)), FLASH)
+    packed = {"position_ids": torch.arange(4).repeat(2)[None], "use_cache": False}
+    table = torch.ones(1, 4)
+    seam.install(model, Scales((0,), 1.5 * table))
+    assert model(tokens(8, batch=1), **packed).logits.isfinite().all()
+    seam.install(model, Scales((0,), table, table, "log", 4))
+    with pytest.raises(FarspanError, match="packed texts; run one text per row"):
+        model(tokens(8, batch=1), **packed)
+
+
 LAYER = dict(
     vocab_size=128,
     hidden_size=32,
@@ -218,18 +229,3 @@ def test_refuses_backends_whose_masks_are_unknown(monkeypatch):
         monkeypatch.setattr(model.config, "_attn_implementation_internal", name)
         with pytest.raises(FarspanError, match=f"'{name}', whose mask does not show.*load it with"):
             seam.install(model)
-
-
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and is_flash_attn_2_available()),
-    reason="needs a CUDA device and flash-attn",
-)
-@torch.no_grad()
-def test_flash_attention_on_a_gpu_scales_as_sdpa_does():
-    logits = []
-    for backend in ("sdpa", "flash_attention_2"):
-        model = family("llama").build(dtype=torch.bfloat16).cuda()
-        model.set_attn_implementation(backend)
-        seam.install(model, schedules(model)["log"])
-        logits.append(model(tokens().cuda()).logits.float())
-    assert error(*logits) < 0.05

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,8 @@ from farspan.data.documents import read_documents
 from farspan.lab.finetune import FinetuneConfig
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.study import LabStudy, NetworkShape
+from farspan.methods.headscale import SearchConfig
+from farspan.methods.registry import ExtendConfig, read_extend_config
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -94,6 +96,23 @@ def test_the_numbers_of_studies_and_fine_tunings_in_the_lab_are_those_of_the_cod
         for key, value in asdict(config).items():
             if isinstance(value, int | float):
                 assert json.loads(written[key]) == value, key
+
+
+def test_the_defaults_of_extend_are_those_of_the_code():
+    """Every key with its default, of the search those of a model without NoPE layers."""
+    text = (DOCS / "extend.md").read_text().partition("\n## Settings")[2].partition("\n## ")[0]
+    documented: dict[str, str] = {}
+    for keys, values in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", text, re.MULTILINE):
+        names = re.findall(r"`([\w.]+)`", keys)
+        documented |= zip(names, values.split(", ") if len(names) > 1 else [values], strict=True)
+    assert documented.pop("search.repeats") == "0.5 with NoPE layers, else 0"
+    assert documented.pop("tune") == "none"
+    documented["search.spans"] = f"[{documented['search.spans']}]"
+    documented["swan.tokens"] = documented["swan.tokens"].replace(",", "")
+    plan = SearchConfig().resolve(has_nope=False)
+    search = replace(SearchConfig(), batch=plan.batch, lr=plan.lr, warmup=plan.warmup)
+    settings = [f"{key}={value}" for key, value in documented.items()]
+    assert read_extend_config(None, settings) == replace(ExtendConfig(), search=search)
 
 
 @pytest.fixture(scope="module")

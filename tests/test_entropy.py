@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 import tritonlike
 from families import FAMILIES, Family, tokens
+from farspan import attention
 from farspan.attention import entropy as entropy_module
 from farspan.attention import seam
 from farspan.attention.entropy import (
@@ -46,7 +48,7 @@ def check(measured: Entropy, exact: Entropy, limit: float) -> None:
     assert measured.nats.min() >= -1e-6
     for field in ("nats", "lse"):
         actual, expected = getattr(measured, field).double(), getattr(exact, field)
-        assert torch.equal(torch.isinf(actual), torch.isinf(expected))
+        assert torch.equal(torch.isneginf(actual), torch.isneginf(expected))
         assert (actual - expected).nan_to_num(0, 0, 0).abs().max() <= limit, field
 
 
@@ -143,6 +145,20 @@ def test_chunks_of_a_window_are_as_large_as_memory_allows(monkeypatch):
     assert max(sizes) <= 1 << 18
 
 
+def test_a_chunk_has_a_row_even_if_memory_allows_none():
+    scores = Scores(torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 8, 4), 1.0)
+    for budget, rows in ((1, 1), (8, 1), (16, 2)):
+        assert entropy_module._rows_within(scores, 1, budget) == rows
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_kernels_compute_the_calls_that_they_support(supported: bool, monkeypatch):
+    kernels = SimpleNamespace(supported=lambda scores, v: supported)
+    monkeypatch.setattr(attention, "kernels", kernels, raising=False)
+    scores = SimpleNamespace(q=SimpleNamespace(is_cuda=True), plain=True)
+    assert entropy_module.supported_kernels(scores) is (kernels if supported else None)
+
+
 def test_entropy_includes_position_bias_of_transformers():
     """Inkling passes its relative logits as `position_bias`; probe calls such layers unknown."""
     from transformers.models.inkling.configuration_inkling import InklingTextConfig
@@ -219,7 +235,7 @@ def test_additive_and_boolean_masks_are_equivalent(dtype: torch.dtype):
         chunked_entropy(Scores(q, k, 0.25, mask=mask[None, None])) for mask in (visible, additive)
     )
     assert torch.equal(measured.lse, expected.lse)
-    assert torch.equal(torch.isfinite(measured.lse[0, 0]), torch.arange(12) >= 3)
+    assert torch.equal(torch.isneginf(measured.lse[0, 0]), torch.arange(12) < 3)
     assert torch.allclose(measured.nats, expected.nats, equal_nan=True)
 
 

@@ -48,6 +48,7 @@ from farspan.workflows.eval_models import (
     passkeys_in_training,
 )
 from farspan.workflows.evaluate import evaluate
+from test_train import in_processes
 
 LENGTH = 256
 SHAPE = dict(
@@ -246,6 +247,16 @@ def test_two_processes_share_cells_with_equal_numbers(tiny, whole, tmp_path):
     record = json.loads((tmp_path / "results" / "record.json").read_text())
     assert [score["value"] for score in record["scores"]] == [score.value for score in whole.scores]
     assert [score["low"] for score in record["scores"]] == [score.low for score in whole.scores]
+
+
+@pytest.mark.long
+def test_four_processes_share_cells_with_equal_numbers(tiny, whole, tmp_path):
+    def check(rank: int) -> None:
+        assert numbers(measure(tiny, tmp_path / "results")) == numbers(whole)
+
+    in_processes(4, check, tmp_path)
+    record = json.loads((tmp_path / "results" / "record.json").read_text())
+    assert [score["value"] for score in record["scores"]] == [score.value for score in whole.scores]
 
 
 def test_a_baseline_is_measured_on_the_same_cells(tiny, whole, tmp_path):

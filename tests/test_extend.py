@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -29,7 +30,9 @@ from farspan.data.windows import split_windows
 from farspan.errors import CorruptError, FarspanError, ProofError
 from farspan.methods import headscale as headscale_module
 from farspan.methods import registry
+from farspan.methods import rope as rope_module
 from farspan.methods import tuning as tuning_module
+from farspan.methods import uniform as uniform_module
 from farspan.methods.drope import drope
 from farspan.methods.headscale import SearchConfig, headlog, headscale
 from farspan.methods.job import FitJob, loss_by_position, lowest_loss, scaled_loss, search_best
@@ -53,6 +56,7 @@ from farspan.train.steps import EagerSteps
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows import search_folder
 from farspan.workflows.extend import extend
+from test_train import in_processes
 
 QUICK = SearchConfig(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
 LENGTH, TARGET = 16, 40
@@ -142,6 +146,33 @@ def test_search_best_finds_the_minimum_to_its_step():
         assert all(abs(value * 100 - round(value * 100)) < 1e-6 for value in losses)
     with pytest.raises(FarspanError, match="no scale gives a finite loss"):
         search_best(lambda value: math.nan, (1.0, 2.0), 0.1)
+
+
+def job_without_model(**changes) -> FitJob:
+    ids = torch.zeros(6, TARGET + 5, dtype=torch.long)
+    job = FitJob(TARGET, LENGTH, search=ids, choose=ids, layers=(0,), heads=4, model="")
+    return replace(job, **changes)
+
+
+@pytest.mark.parametrize(
+    ("best", "chosen"), [(0.5, 0.8), (0.8, 0.8), (1.37, 1.37), (3.0, 3.0), (3.6, 3.0)]
+)
+def test_uniform_searches_the_documented_grid(best, chosen, monkeypatch):
+    """And promises no number of losses, which it does not know beforehand."""
+
+    def loss(model, windows, scales):
+        return abs(float(scales.base[0, 0]) - best)
+
+    totals = []
+
+    def progress(label, total):
+        totals.append(total)
+        return lambda count, note: None
+
+    monkeypatch.setattr(uniform_module, "scaled_loss", loss)
+    patch = uniform(None, job_without_model(progress=progress))
+    assert float(patch.scales.base[0, 0]) == pytest.approx(chosen)
+    assert totals == [0]
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -279,8 +310,7 @@ def test_searches_use_the_adamw_of_wang_2024(method, applied_updates):
 
 def test_a_step_counts_the_tokens_that_it_predicts(monkeypatch):
     """All of a window but the first."""
-    model, ids = BY_NAME["farspan-none"].build(), torch.zeros(6, TARGET + 5, dtype=torch.long)
-    job = FitJob(TARGET, LENGTH, search=ids, choose=ids, layers=(0,), heads=4, model="")
+    model, job = BY_NAME["farspan-none"].build(), job_without_model()
     scaled = headscale_module.ScaledModel(model, job.uniform(1.0))
     plan = QUICK.resolve(has_nope=True)
     optimizer = headscale_module.OptimizerConfig("adamw", lr=0.1)
@@ -289,6 +319,20 @@ def test_a_step_counts_the_tokens_that_it_predicts(monkeypatch):
     monkeypatch.setattr(tuning_module, "train_weights", lambda *arguments: arguments[-1])
     training = tuning_module.tune_weights(model, job, "pi", TuningConfig(batch=3, micro_batch=1))
     assert training.tokens == 3 * (TARGET + 4)
+
+
+def test_tuning_has_the_documented_learning_rate_and_no_weight_decay(monkeypatch):
+    """A weight without a gradient stays as it is."""
+    monkeypatch.setattr(tuning_module, "train_weights", lambda *arguments: arguments[-1])
+    model = BY_NAME["llama"].build()
+    before = {name: part.detach().clone() for name, part in model.named_parameters()}
+    training = tuning_module.tune_weights(model, job_without_model(), "pi", TuningConfig())
+    assert training.optimization.lr == 1e-4
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in tuning_module.make_optimizers(model, training.optimization):
+        optimizer.step()
+    assert all(torch.equal(part, before[name]) for name, part in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -442,6 +486,7 @@ def test_a_number_of_steps_is_the_search_of_wang_2024():
     assert (paper.steps, paper.batch, paper.warmup, paper.lr) == (200, 8, 20, (0.1, 0.05))
     assert (paper.repeats, paper.plateau) == (0, None)
     assert (ours.steps, ours.plateau) == (200, PlateauRule())
+    assert (ours.batch, ours.warmup, ours.lr) == (2, 4, (0.2,))
     plan = SearchConfig(batch=3, lr=(0.2,), warmup=0, repeats=0.0).resolve(True)
     assert (plan.batch, plan.lr, plan.warmup) == (3, (0.2,), 0)
     assert plan.repeats == 0
@@ -559,6 +604,24 @@ def test_rope_methods_restore_the_model_and_give_a_working_patch(name, method):
         assert not torch.equal(patched(ids).logits, before)
     kinds = {"pi": "linear", "ntk": "default", "dynamic-ntk": "dynamic", "yarn": "yarn"}
     assert patch.rope["rope_type"] == kinds[method]
+
+
+@pytest.mark.parametrize("multiple", [1, 1.25, 1.5, 2, 3])
+def test_every_documented_factor_can_be_chosen(multiple, monkeypatch):
+    best, tried = multiple * TARGET / LENGTH, []
+
+    def override(model, rope):
+        tried.append(rope["factor"])
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(
+        rope_module, "_rope_parameters", lambda *arguments: {"factor": arguments[-1]}
+    )
+    monkeypatch.setattr(rope_module, "rope_override", override)
+    monkeypatch.setattr(
+        rope_module, "loss_by_position", lambda *_: torch.tensor(abs(tried[-1] - best))
+    )
+    assert fit_rope(None, job_without_model(), "yarn", None).rope["factor"] == best
 
 
 @pytest.mark.parametrize("method", ["pi", "yarn", "dynamic-ntk"])
@@ -1568,6 +1631,7 @@ def test_bf16_weights_are_tuned_in_float32():
         lambda: ExtendConfig(passkeys=-1),
         lambda: ExtendConfig(choose_windows=0),
         lambda: ExtendConfig(seed=-1),
+        lambda: ExtendConfig(seed=2**20),
     ],
 )
 def test_invalid_settings_are_refused_by_name(wrong):
@@ -1578,8 +1642,13 @@ def test_invalid_settings_are_refused_by_name(wrong):
         wrong()
 
 
+def test_seeds_of_twenty_bits_are_accepted():
+    assert ExtendConfig(seed=1_048_575).seed == 1_048_575
+
+
 def test_default_recipe_is_the_default_config():
     assert read_extend_config(None, []) == ExtendConfig()
+    assert read_extend_config(None, ["seed=0", "swan.max_loss=0.005"]) == ExtendConfig()
     assert read_extend_config(None, ["search.steps=3", "tune=fair"]).search.steps == 3
     with pytest.raises(FarspanError, match="choose fair"):
         read_extend_config(None, ["tune=much"])
@@ -1616,6 +1685,22 @@ def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
     after = loss_by_position(model, ids)
     assert after[-128:].mean() < before[-128:].mean() - 3
     assert after[256:511].mean() < before[256:511].mean() + 0.1
+
+
+@pytest.mark.long
+def test_four_processes_give_the_patch_of_one(tiny, tmp_path):
+    """Each takes its share of every batch."""
+    recipe = replace(FEW, search=replace(QUICK, batch=4))
+
+    def search_scales(rank: int) -> None:
+        extend(tiny / "none", 128, tmp_path / "four", "headscale", **options)
+
+    options = dict(data=tiny / "text.txt", recipe=recipe)
+    in_processes(4, search_scales, tmp_path)
+    extend(tiny / "none", 128, tmp_path / "one", "headscale", **options)
+    one, four = (Patch.load(tmp_path / name) for name in ("one", "four"))
+    assert (one.scales.base - four.scales.base).abs().max() <= 1e-6
+    assert not torch.equal(one.scales.base, torch.ones_like(one.scales.base))
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]

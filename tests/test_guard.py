@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from typer.testing import CliRunner
 
 import farspan
-from families import FAMILIES, SHAPE, SPARSE, randomized, tokens
+from families import FAMILIES, LATENT, SHAPE, SPARSE, randomized, tokens
 from farspan.attention import call as seam_call
 from farspan.attention import guard, seam
 from farspan.attention.backends import mask_of_selected_keys
@@ -75,6 +76,29 @@ def test_sparse_families_are_exact_under_the_seam(name: str):
         assert torch.equal(before, after)
     seam.install(model, Scales.uniform(1.5, range(4), heads))
     assert not torch.allclose(model(ids).logits, plain[0])
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@torch.no_grad()
+def test_queries_that_select_nothing_stay_as_they_are(tail: bool):
+    """SDPA gives them 0 by a mask of booleans, which GLM 5 Next makes for this name alone.
+
+    Without the tail, the first queries of a text have no whole group of 4 keys to select.
+    """
+    latent = {key: value for key, value in LATENT.items() if key != "qk_rope_head_dim"}
+    types = {"layer_types": ["indexed_attention"] * 4, "mlp_layer_types": ["dense"] * 4}
+    groups = {"index_topk": 8, "index_kpool": 4, "index_kpool_always_select_tail": tail}
+    settings = {**latent, **groups, **types, "q_lora_rank": 12}
+    model = randomized(lambda: hf.Glm5NextTextModel(hf.Glm5NextTextConfig(**settings)))
+    ids = tokens(LENGTH)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    plain = model(ids)[0], model(ids, attention_mask=padding)[0]
+    seam.install(model, Scales.uniform(1.0, range(4), 4))
+    for before, options in zip(plain, ({}, {"attention_mask": padding}), strict=True):
+        assert torch.equal(before, model(ids, **options)[0])
+    seam.install(model, Scales.uniform(1.5, range(4), 4))
+    assert not torch.allclose(model(ids)[0], plain[0])
 
 
 @every_sparse_family
@@ -191,6 +215,57 @@ def test_a_model_without_a_small_one_is_compared_itself(monkeypatch):
     seam.install(llama().bfloat16())
     with pytest.raises(FarspanError, match="would change what"):
         seam.install(LlamaWithWindowByName(hf.LlamaConfig(**SHAPE)).train())
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(2, False), (4, True)])
+def test_bf16_may_differ_by_two_rounding_steps_and_not_by_four(steps, refused, monkeypatch):
+    change = steps * torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(guard, "_small_random_model", None)  # none can be built
+    monkeypatch.setattr(guard, "difference", lambda *_: {"uncached": change, "cached": 0.0})
+    with pytest.raises(FarspanError, match="would change") if refused else nullcontext():
+        guard.check_unchanged(llama().bfloat16(), seam.nothing_attached)
+
+
+@contextmanager
+def doubled_logits(model: hf.PreTrainedModel):
+    model.lm_head.weight.data.mul_(2)
+    yield
+    model.lm_head.weight.data.div_(2)
+
+
+@pytest.mark.parametrize("length", [2, 3, 8])
+def test_a_short_text_is_read_with_a_cache_too(length: int):
+    changes = guard.difference(llama(), tokens(length), doubled_logits)
+    assert changes == pytest.approx({"uncached": 1, "cached": 1})
+
+
+def test_a_small_model_has_no_more_parameters_than_the_limit(monkeypatch):
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}))
+    size = guard._small_random_model(model).num_parameters()
+    monkeypatch.setattr(guard, "MAX_PARAMETERS", size)
+    assert guard._small_random_model(model).num_parameters() == size
+    monkeypatch.setattr(guard, "MAX_PARAMETERS", size - 1)
+    with pytest.raises(ValueError, match=f"{size:,} parameters"):
+        guard._small_random_model(model)
+
+
+def test_spread_matrices_keep_the_variance_of_their_inputs_and_vectors_stay():
+    model = llama()
+    vectors = {name: part.clone() for name, part in model.named_parameters() if part.ndim == 1}
+    guard.spread_weights(model)
+    for name, part in model.named_parameters():
+        if name in vectors:
+            assert torch.equal(part, vectors[name])
+        else:
+            assert float(part.var() * part.shape[-1]) == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize(("limit", "read"), [(-1, None), (0, None), (1, None), (2, 2), (5, 5)])
+def test_no_more_tokens_are_compared_than_the_config_allows(limit: int, read: int | None):
+    """0, 1 and −1 stand for no limit."""
+    model = llama()
+    model.config.max_position_embeddings = limit
+    assert guard._ids(model).shape == (1, read or guard.TOKENS)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "granitemoehybrid"])

@@ -13,7 +13,13 @@ import transformers as hf
 import farspan
 from families import SHAPE
 from farspan.attention import building
-from farspan.attention.small_config import MIN_LAYERS, short_config
+from farspan.attention.small_config import (
+    MIN_LAYERS,
+    head_counts,
+    layer_kinds,
+    narrow_config,
+    short_config,
+)
 from farspan.workflows import inspect as inspect_workflow
 
 LLAMA_405B = dict(
@@ -135,6 +141,26 @@ def test_a_short_config_has_a_layer_of_every_kind_before_one_that_shares_keys():
     assert set(kinds(short)[:-1]) == set(kinds(config)) > set(kinds(short)[:-2])
     assert (config.num_kv_shared_layers, short.num_kv_shared_layers) == (15, 1)
     assert short_config(hf.LlamaConfig()).num_hidden_layers == MIN_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("heads", "narrow"),
+    [((32, 32), (4, 4)), ((32, 8), (4, 2)), ((32, 1), (2, 1)), ((2, 2), (2, 2))],
+)
+def test_narrow_heads_are_shared_as_those_of_the_config(heads, narrow):
+    """A key head of its own for each of four, two pairs, or one key head for all."""
+    config = hf.LlamaConfig(num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    assert head_counts(narrow_config(config)) == narrow
+
+
+def test_a_list_of_indices_is_no_kind_of_layer():
+    config = hf.LlamaConfig(num_hidden_layers=9)
+    config.sources = list(range(9))
+    assert len(set(layer_kinds(config))) == 1
+    assert short_config(config).num_hidden_layers == MIN_LAYERS
+    config.sources = [0] * 7 + [1] * 2
+    assert short_config(config).num_hidden_layers == 8
+    assert short_config(hf.LlamaConfig(num_hidden_layers=2)).num_hidden_layers == 2
 
 
 @pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])

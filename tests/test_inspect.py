@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -314,6 +315,20 @@ def test_a_query_that_only_grows_did_not_turn():
     q, factors = torch.randn(1, 4, 6, 8), 0.5 + torch.rand(1, 4, 6, 1)
     assert not probe_module._turned(q, q * factors)
     assert probe_module._turned(q, q * factors.expand_as(q).flip(1, 3).cumprod(-1))
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_queries_that_cannot_show_a_change_leave_the_encoding_unknown(value: float):
+    q = torch.full((1, 4, 6, 8), value)
+    call = seam.Call(0, torch.nn.Identity(), q, torch.ones_like(q), q, None, 1.0, {})
+    assert probe_module._encoding(call, call, call, takes_positions=True) == "unknown"
+
+
+def test_neighboring_rows_of_a_table_are_positions():
+    table = torch.nn.Embedding(6, 4)
+    assert probe_module._counts_up(table, table.weight[2:5][None])
+    assert not probe_module._counts_up(table, table.weight[[2, 4, 5]][None])
+    assert not probe_module._counts_up(table, torch.zeros(1, 3, 8)), "of another width"
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -14,10 +14,11 @@ from transformers import DynamicCache, StaticCache
 
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import patch as patch_module
+from farspan.attention import probe as probe_module
 from farspan.attention import seam
 from farspan.attention.backends import own_attention, visible_keys
 from farspan.attention.entropy import EntropyByPosition
-from farspan.attention.layout import LayerLayout, Layout
+from farspan.attention.layout import LayerLayout, Layout, step_angles
 from farspan.attention.patch import Patch, fingerprint, set_layout, set_rope
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
@@ -438,6 +439,20 @@ def test_layers_that_behave_unlike_their_layout_are_refused(expected, position, 
         patch_module._check_observed(module, layer, entry)
 
 
+def test_a_window_is_measured_to_the_key():
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "num_hidden_layers": 1})).eval()
+    set_layout(model, Layout.parse({0: "rope/5"}))
+    (call,) = seam.attention_calls(model)
+    assert [size for size in range(2, 9) if probe_module._hides_beyond(call, size)] == [5]
+
+
+def test_the_steps_of_a_rotation_are_read_from_complex_numbers_too():
+    angles = torch.tensor([1.0, 0.1, 0.01])
+    turned = (torch.arange(2)[:, None] * angles)[None]  # [B, T, D]
+    for rotation in (torch.polar(torch.ones_like(turned), turned), (turned.cos(), turned.sin())):
+        assert torch.allclose(step_angles(rotation), angles)
+
+
 @pytest.mark.parametrize("name", ["farspan-none", "llama"])
 def test_rotation_that_is_not_there_cannot_be_limited(name, monkeypatch):
     model = family_named(name).build()
@@ -512,6 +527,7 @@ INVALID = [
     "none/-3",
     5,
     None,
+    "rope:1",
     "rope:6",
     "none:8",
     "rope:",

@@ -245,6 +245,21 @@ def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
     assert sizes[3:] == [2, 1]
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])
+def test_as_many_prompts_are_decoded_together_as_a_gpu_holds(name):
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 4, "d_model": 32, "n_heads": 4, "n_layers": 2}
+    shape |= {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    shape |= {"intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(name, **shape))
+    row = 1024 * 4 * (2 * 2 * 32 + 8 * 128)  # bytes of 1,024 tokens: the cache, and one layer
+    free = 4 * row  # of which three quarters are used
+    assert answers.rows_in_memory(model, 1024, free) == 3
+    assert answers.rows_in_memory(model, 512, free) == 6
+    assert answers.rows_in_memory(model, 1024, row // 2) == 1
+    assert answers.rows_in_memory(model, 1, free) == 64
+
+
 @pytest.mark.parametrize("name", ["none", "rope", "alibi", "bloom", "mpt"])
 def test_samples_do_not_depend_on_the_batch_size(tokenizer, name, monkeypatch):
     monkeypatch.setattr(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
+import tracemalloc
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -650,3 +653,33 @@ def test_read_text_tokenizes_every_document(tmp_path):
     (tmp_path / "deeper" / "a.txt").write_text("one")
     names = set(read_text("words", tmp_path, tokenizer).documents)
     assert len(names) == 3, "files of one name in two folders stay distinct"
+    for path in tmp_path.rglob("*.txt"):
+        path.write_text("")
+    assert [len(ids) for ids in read_text("words", tmp_path, tokenizer).ids] == [0, 0, 0]
+
+
+def test_tokens_of_a_long_text_are_not_held_in_memory(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number:02}.txt").write_text("a" * 100_000)
+
+    def tokenizer(text, **options):
+        return {"input_ids": np.arange(len(text), dtype=np.int32)}
+
+    tracemalloc.start()
+    try:
+        corpus = read_text("long", tmp_path, tokenizer)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = sum(ids.nbytes for ids in corpus.ids)
+    assert size == 20 * 100_000 * 4
+    assert peak < size / 4, "about one document"
+    assert all(torch.equal(ids, torch.arange(100_000, dtype=torch.int32)) for ids in corpus.ids)
+
+
+def test_a_full_disk_names_the_folder_of_temporary_files(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one two three")
+    monkeypatch.setattr(tempfile, "TemporaryFile", partial(open, "/dev/full", "wb", 0))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        read_text("text", tmp_path, lambda words, **options: {"input_ids": [1, 2, 3]})
+    assert caught.value.filename == tempfile.gettempdir()

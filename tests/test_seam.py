@@ -284,6 +284,11 @@ def test_bf16_queries_are_scaled_in_float32_and_rounded_once():
     assert scaled.dtype == torch.bfloat16
 
 
+def test_a_position_table_of_two_rows_is_enough_to_see_every_layer():
+    config = hf.GPT2Config(vocab_size=8, n_embd=8, n_layer=2, n_head=2, n_positions=2)
+    assert len(seam.attention_calls(hf.GPT2LMHeadModel(config))) == 2
+
+
 def test_layers_with_equal_indices_are_renumbered():
     model = FAMILIES[0].build()
     for layer in model.model.layers:

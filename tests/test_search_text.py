@@ -15,6 +15,7 @@ from farspan.errors import FarspanError
 from farspan.files import sha256_of
 from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig, search_windows
+from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.train.corpus import DataConfig
 from farspan.train.search_text import overlapping, read_mixture, search_text, split_text
@@ -225,6 +226,12 @@ def test_a_search_reads_no_window_twice_if_the_text_has_enough():
     tuned = ExtendConfig(tune="fair", tuning=TuningConfig(batch=4))
     assert search_windows(["yarn"], tuned, 4096, 2048)[1] == 800
     assert search_windows(["uniform"], config, 4096, 2048)[1] == 1
+
+
+def test_windows_of_two_methods_hold_the_text_of_a_distillation():
+    length, count = search_windows(["swan", "headscale"], ExtendConfig(), 16_384, 2048)
+    assert length == 18_432
+    assert count * length == pytest.approx(SwanConfig().tokens, rel=0.01)
 
 
 @pytest.mark.parametrize("beyond", [0.9, 2.1])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import farspan
 from families import FAMILIES, SHAPE, VOCABULARY, Family, tokens
@@ -293,7 +294,7 @@ def test_swan_makes_the_layer_that_retrieves_global():
     dearest = max(job.details["layer_costs"], key=lambda cost: cost["window_retrieval"])
     assert dearest["layer"] == 1
     choice = job.details["choice"]
-    assert choice.startswith("layers 1 are global: of layers 2 or more apart, a window of 8 keys")
+    assert choice.startswith("layer 1 is global: of layers 2 or more apart, a window of 8 keys")
     assert f"up to {dearest['window_retrieval']:.3f} nats" in choice
 
 
@@ -350,6 +351,11 @@ def costs_of(*retrieval: float, kl: tuple[float, ...] | None = None) -> list[Lay
 )
 def test_chosen_layers_are_the_dearest_at_least_spacing_apart(retrieval, count, spacing, chosen):
     assert choose_layers(costs_of(*retrieval), count, spacing) == chosen
+
+
+def test_costs_are_recorded_with_five_decimals():
+    (row,) = layer_costs.as_table([LayerCost(3, 1 / 3, 2 / 3, 0.0, 1e-7)])
+    assert [*row.values()] == [3, 0.33333, 0.66667, 0.0, 0.0]
 
 
 def test_kl_decides_between_layers_of_equal_retrieval():
@@ -540,7 +546,7 @@ def test_a_share_of_1_makes_all_layers_global():
     patch = swan(model, job, replace(SETTINGS, global_share=1.0), QUICK)
     assert patch.layout.to_json() == dict.fromkeys("0123", "none")
     assert "layer_costs" not in job.details
-    assert job.details["choice"] == "4 of 4 layers are global, at equal distances: 0, 1, 2, 3"
+    assert job.details["choice"] == "layers 0, 1, 2, 3 are global, 4 of 4 layers at equal distances"
 
 
 @pytest.mark.parametrize(("share", "chosen"), [(0.01, (3,)), (0.5, (1, 3)), (0.75, (0, 2, 3))])
@@ -550,7 +556,7 @@ def test_the_share_sets_the_number_of_global_layers(share, chosen):
     settings = replace(EVEN, global_share=share)
     patch = swan(model, job, settings, replace(QUICK, steps=1))
     assert patch.layout.global_layers == chosen
-    assert job.details["choice"].startswith(f"{len(chosen)} of 4 layers are global, at equal")
+    assert f"global, {len(chosen)} of 4 layers at equal" in job.details["choice"]
     assert job.details["distillation"] == {
         "length": LENGTH,
         "batch": 4,
@@ -609,6 +615,18 @@ def test_settings_of_a_run_override_its_defaults():
     assert plan == DistillPlan(100, 10, 5, 10)
     assert DistillPlan.make(settings, TuningConfig(batch=10, steps=3), 512).steps == 3
     assert DistillPlan.make(replace(settings, tokens=1), TuningConfig(), 512).steps == 1
+
+
+@pytest.mark.parametrize(("lr", "applied"), [(0.0, 1e-3), (2e-4, 2e-4)])
+def test_distillation_has_the_documented_learning_rate(lr, applied, monkeypatch):
+    for name in ("probe", "distillation_flops"):
+        monkeypatch.setattr(swan_module, name, lambda *arguments: None)
+    monkeypatch.setattr(swan_module, "train_weights", lambda *arguments: arguments[-1])
+    model, ids = SimpleNamespace(device=torch.device("cpu")), tokens(LENGTH)
+    job = FitJob(TARGET, LENGTH, search=ids, choose=ids, layers=(0,), heads=4, model="")
+    config, plan = replace(EVEN, loss="cross-entropy", repeats=0), DistillPlan(LENGTH, 2, 2, 6)
+    training = swan_module._distill(model, model, job, config, TuningConfig(lr=lr), plan)
+    assert training.optimization.lr == applied
 
 
 def test_defaults_follow_the_train_length():
@@ -693,8 +711,10 @@ def test_answers_of_facts_reach_the_loss(monkeypatch):
         assert (answers.sum(1) == 3).all()
         assert answers[:, -3:].all()
     plain = len(batches)
-    swan(model, job, replace(EVEN, facts=0.5), QUICK)
+    for others in ({"facts": 0.5, "answers": 0.0}, {"facts": 0.0}):
+        swan(model, job, replace(EVEN, **others), QUICK)
     assert all(batch.ndim == 2 for batch in batches[plain:])
+    assert SwanConfig(loss="cross-entropy").answer_weight == 0.0
 
 
 def test_short_windows_are_as_long_as_the_window(monkeypatch):
@@ -1072,6 +1092,18 @@ def test_attention_flops_count_the_keys_that_a_window_leaves():
         assert flops == pytest.approx(4 * 4 * 8 * sum(seen) / 10)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_forward_flops_are_those_that_torch_counts(tied: bool):
+    """A table of embeddings is read and not multiplied, unless it is the head too."""
+    config = hf.LlamaConfig(**SHAPE, tie_word_embeddings=tied, attn_implementation="eager")
+    model = hf.LlamaForCausalLM(config)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens(1, batch=1), use_cache=False)
+    flops = model_facts.forward_flops(model, [layer_like()] * 4, 1)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
 @pytest.mark.parametrize(("share", "windows"), [(0.5, [8, None, 8, None]), (0.01, [8, 8, 8, None])])
 def test_planned_layers_have_windows_except_the_global_ones(share, windows):
     layers = [layer_like(index=index) for index in (0, 2, 3, 7)]
@@ -1156,7 +1188,7 @@ def test_auto_tries_swan_far_beyond_the_train_length_on_a_gpu():
     assert "swan" not in candidates(["auto"], probe(gemma), on_gpu(gemma), far)
 
 
-@pytest.mark.parametrize(("lost", "chosen"), [(0.05, "swan"), (0.2, "ntk")])
+@pytest.mark.parametrize(("lost", "chosen"), [(registry.MAX_LOST, "swan"), (0.2, "ntk")])
 def test_auto_rejects_swan_if_it_loses_retrieval(monkeypatch, lost, chosen):
     model = build("llama")
     layers, job = probe(model), job_for(model)

@@ -87,6 +87,26 @@ def test_every_law_is_recognized_at_any_width(formula, basis, width, monkeypatch
     assert (law.layers, law.formula) == ((3,), "1 + 0.1·" + formula.format(digits))
 
 
+POSITIONS = torch.tensor([0, *(2**power for power in range(22))], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("width", [100, 2048, 131_072])
+def test_a_power_of_the_length_is_recognized_at_any_width(width: int):
+    """Relative to the first token, as norms are measured."""
+    factors = ((1 + (POSITIONS + 1) / width) / (1 + 1 / width)) ** 0.1
+    fit = temperature_module._fit(POSITIONS, factors[None])
+    assert fit.law == f"(1 + n/{width:.4g})^{{rate}}"
+    assert fit.rates == pytest.approx((0.1,))
+    assert fit.deviation < 1e-6
+
+
+def test_a_logarithm_of_the_length_is_recognized_with_the_rate_of_each_head():
+    rates = torch.tensor([0.05, 0.3], dtype=torch.float64)
+    fit = temperature_module._fit(POSITIONS, 1 + rates[:, None] * (POSITIONS + 1).log())
+    assert fit.law == "1 + {rate}·ln(n)"
+    assert fit.rates == pytest.approx(rates.tolist())
+
+
 def test_a_line_is_fitted_to_three_points_and_not_to_two():
     """Any two points are on a line."""
     positions = torch.tensor([0.0, 9, 999, 9999, 99_999])

@@ -546,15 +546,19 @@ def in_processes(count: int, function, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "optimizer"),
+    ("count", "parallel", "optimizer"),
     [
-        ("ddp", "muon"),
-        pytest.param("ddp", "adamw", marks=pytest.mark.long),
-        pytest.param("fsdp", "adamw", marks=pytest.mark.long),
-        pytest.param("fsdp", "muon", marks=pytest.mark.long),
+        (2, "ddp", "muon"),
+        pytest.param(2, "ddp", "adamw", marks=pytest.mark.long),
+        pytest.param(2, "fsdp", "adamw", marks=pytest.mark.long),
+        pytest.param(2, "fsdp", "muon", marks=pytest.mark.long),
+        pytest.param(4, "ddp", "muon", marks=pytest.mark.long),
+        pytest.param(4, "fsdp", "adamw", marks=pytest.mark.long),
     ],
 )
-def test_two_processes_learn_the_same_as_one(recipe, training_data, tmp_path, parallel, optimizer):
+def test_processes_learn_the_same_as_one(
+    recipe, training_data, tmp_path, count, parallel, optimizer
+):
     """The same gradient at the first step, and the same losses and weights after ten."""
     optimization = replace(recipe.optimization, optimizer=optimizer)
     recipe = with_train(
@@ -578,16 +582,16 @@ def test_two_processes_learn_the_same_as_one(recipe, training_data, tmp_path, pa
         for name, parameter in distributed.parameters.items():
             grad = parameter.grad.full_tensor() if parallel == "fsdp" else parameter.grad
             assert (grad - expected[name]).abs().max() <= 1e-6, name
-        pretrain.pretrain(parallel_recipe, tmp_path / "two", training_data=training_data)
+        pretrain.pretrain(parallel_recipe, tmp_path / "many", training_data=training_data)
 
-    in_processes(2, train_distributed, tmp_path)
-    one, two = (read_losses(tmp_path / name) for name in ("one", "two"))
-    assert two == pytest.approx(one, abs=1e-5)
+    in_processes(count, train_distributed, tmp_path)
+    one, many = (read_losses(tmp_path / name) for name in ("one", "many"))
+    assert many == pytest.approx(one, abs=1e-5)
     weights = [
         farspan.load(
             tmp_path / name / "checkpoints" / checkpoint.checkpoint_name(10)
         ).model.state_dict()
-        for name in ("one", "two")
+        for name in ("one", "many")
     ]
     assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-4 for name in weights[0])
 

@@ -10,10 +10,12 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import StaticCache
 
 from families import FAMILIES, Family, tokens
 from farspan.attention import seam
+from farspan.attention.backends import visible_keys
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 
@@ -114,3 +116,16 @@ def test_every_kind_of_call_equals_a_plain_forward_pass(family: Family):
                 )
             else:
                 assert error < 2e-5, f"{kind.__name__} with {name} scales is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_keys_without_a_mask_are_counted_as_the_backends_align_them(queries: int):
+    """The causal order of SDPA begins at the first key, and that of FlashAttention ends at the
+    last; transformers gives SDPA a causal order if there are several queries."""
+    keys = 8
+    q, k, v = torch.zeros(1, 1, queries, 4), torch.zeros(1, 1, keys, 4), torch.eye(keys)[None, None]
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1)
+    assert torch.equal(visible_keys(q, k, None), (output[:, 0] > 0).sum(-1))
+    at_the_end = torch.arange(keys - queries + 1, keys + 1)[None]
+    assert torch.equal(visible_keys(q, k, None, flash=True), at_the_end)
+    assert torch.equal(visible_keys(q, k, None, 2, flash=True), at_the_end.clamp(max=2))

@@ -40,6 +40,7 @@ from farspan.data.tokens import (
     tokenizer_files,
 )
 from farspan.deprecation import renamed_arguments
+from farspan.device_map import DeviceMap, check_device_map, check_placed, placement
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import check_links, check_listed_files, read_json, weight_files
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
@@ -90,6 +91,7 @@ class LoadOptions(TypedDict, total=False):
     position: str | None
     dtype: torch.dtype | str | None
     device: str | torch.device | None
+    device_map: DeviceMap | None
     attn_implementation: str | None
     trust_remote_code: bool
     progress: Progress
@@ -103,6 +105,7 @@ def load(
     position: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
+    device_map: DeviceMap | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
@@ -114,13 +117,14 @@ def load(
     position: "none" loads a checkpoint typed `llama` that was trained without rotation.
     dtype: default: the checkpoint's, or float32 on a CPU that only emulates it. A .gguf file is
         dequantized to bf16 on a GPU and to float32 on a CPU.
-    attn_implementation: as in transformers.
+    device_map, attn_implementation: as in transformers.
 
     >>> model, tokenizer = farspan.load("nope-twin")
     >>> model.config.max_position_embeddings
     512
     """
     check_device(device)
+    _check_device_map(model, device_map, device)
     if isinstance(model, ModelObject):
         loaded = model.copy_model(device)
         return LoadedModel(loaded.to(dtype=dtype) if dtype else loaded, _tokenizer_of(model))
@@ -131,6 +135,7 @@ def load(
             position=position,
             dtype=dtype,
             device=device,
+            device_map=device_map,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             progress=progress,
@@ -139,7 +144,8 @@ def load(
         return _load_gguf(Path(source), dtype, device, progress)
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
     _check_weights(source)
-    dtype = dtype or _supported_dtype(getattr(config, "dtype", None), device)
+    used = resolve_device(None) if device_map is not None else device
+    dtype = dtype or _supported_dtype(getattr(config, "dtype", None), used)
     options: dict[str, Any] = {
         "dtype": dtype or "auto",
         "use_safetensors": True,
@@ -153,12 +159,26 @@ def load(
     loading_class = FarspanForCausalLM if ours else model_class(config)
     with quiet(), _readable(source):
         loaded, report = loading_class.from_pretrained(
-            source, config=config, output_loading_info=True, **options
+            source, config=config, output_loading_info=True, **options, **placement(device_map)
         )
     _check_report(source, loaded, report)
+    check_placed(loaded, source)
     loaded = loaded.to(device).eval() if device else loaded.eval()
     _lift_length_limit(loaded)
     return LoadedModel(loaded, _load_tokenizer(source, trust_remote_code))
+
+
+def _check_device_map(
+    model: str | Path, device_map: DeviceMap | None, device: str | torch.device | None
+) -> None:
+    check_device_map(device_map, device)
+    if device_map is not None and isinstance(model, ModelObject):
+        raise FarspanError("a model object is on its devices already; remove the device map")
+    if device_map is not None and Path(model).suffix == ".gguf":
+        raise FarspanError(
+            f"{model} is dequantized in memory, without a device map; remove it, or "
+            f"{USE_CHECKPOINT}"
+        )
 
 
 def _tokenizer_of(source: ModelObject) -> transformers.PreTrainedTokenizerBase | None:

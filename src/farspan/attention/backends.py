@@ -55,8 +55,8 @@ def is_flash(module: Any) -> bool:
 
 def takes_tensor_masks(module: Any) -> bool:
     """Whether the backend is eager attention or SDPA."""
-    function = ALL_MASK_ATTENTION_FUNCTIONS[backend_name(module.config)]
-    return function is sdpa_mask or function is eager_mask
+    masks = ALL_MASK_ATTENTION_FUNCTIONS[backend_name(module.config)]
+    return masks in (sdpa_mask, eager_mask)
 
 
 def own_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
@@ -103,10 +103,14 @@ def mask_of_selected_keys(
 
     Sparse families put their selection into the mask if the implementation is named `eager` or
     `sdpa`; to every other name they hand it over, for a kernel: `indices` of keys [B, Q, top-k]
-    (DeepSeek V3.2), or `block_indices` with an indexer that makes the mask (MiniMax M3).
+    (DeepSeek V3.2), or `block_indices` with an indexer that makes the mask (MiniMax M3). GLM 5 Next
+    makes a mask for every name: booleans for `sdpa`, numbers for all others.
     """
     if not takes_tensor_masks(module):
         return mask
+    if hasattr(module, "build_attention_mask_from_topk") and backend_name(module.config) == "sdpa":
+        # Where nothing is selected, SDPA returns 0 for booleans and the mean value for numbers.
+        return mask.eq(0) if isinstance(mask, Tensor) and mask.dtype != torch.bool else mask
     if (blocks := kwargs.pop("block_indices", None)) is not None:
         queries, keys = query.shape[2], key.shape[2]
         positions = kwargs.get("position_ids")

@@ -23,6 +23,7 @@ from farspan.attention import seam
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
+from farspan.device_map import stored_tensors
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import (
     check_checksums,
@@ -351,7 +352,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     Tied weights count once. The position encodings of a farspan config count too: one checkpoint
     can be loaded with and without rotation, and these are two models."""
     digest = hashlib.sha256(repr(getattr(model.config, "position", None)).encode())
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in stored_tensors(model, sorted(model.named_parameters())):
         digest.update(f"{name} {list(weight.shape)}\n".encode())
         rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
         digest.update(rounded.flatten().view(torch.uint8).numpy())

@@ -220,8 +220,9 @@ def _hides_beyond(call: seam.Call, window: int) -> bool:
 
     All keys are equal, and only the first has a value: an output that is not zero saw it."""
     tokens = window + 1
-    q, k = (part[:1, :, :1].expand(-1, -1, tokens, -1) for part in (call.q, call.k))
-    v = torch.zeros_like(call.v[:1, :, :1]).repeat(1, 1, tokens, 1)
+    parts = (call.q, call.k, call.v)
+    q, k, v = (part[:1, :, :1].expand(-1, -1, tokens, -1) for part in parts)
+    v = torch.zeros_like(v)
     v[:, :, 0] = 1
     mask = None
     if call.mask is not None:  # eager attention has its causal order from the mask
@@ -232,10 +233,10 @@ def _hides_beyond(call: seam.Call, window: int) -> bool:
     return bool(output[:, window - 1].any()) and not bool(output[:, window].any())
 
 
-def _counts_up(table: nn.Module, rows: Tensor) -> bool:
+def _counts_up(table: nn.Embedding, rows: Tensor) -> bool:
     """Whether an embedding returned neighboring rows of its table."""
-    weight = getattr(table, "weight", None)
-    if weight is None or rows.shape[-1] != weight.shape[-1]:
+    weight = table.weight
+    if rows.shape[-1] != table.embedding_dim:
         return False
     rows = rows.reshape(-1, rows.shape[-1])
     starts = (weight == rows[0]).all(-1).nonzero().flatten()
@@ -243,12 +244,12 @@ def _counts_up(table: nn.Module, rows: Tensor) -> bool:
 
 
 @contextmanager
-def _tables_used(model: PreTrainedModel) -> Iterator[dict[nn.Module, Tensor]]:
+def _tables_used(model: PreTrainedModel) -> Iterator[dict[nn.Embedding, Tensor]]:
     """The embedding tables that the forward passes of this block use, with the rows that they
     return first."""
-    used: dict[nn.Module, Tensor] = {}
+    used: dict[nn.Embedding, Tensor] = {}
 
-    def record(module: nn.Module, args: tuple, output: Tensor) -> None:
+    def record(module: nn.Embedding, args: tuple, output: Tensor) -> None:
         used.setdefault(module, output)
 
     hooks = [

@@ -361,7 +361,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _shared_state(model: PreTrainedModel, state: SeamState) -> Iterator[None]:
+def _shared_state(model: PreTrainedModel, state: SeamState | None) -> Iterator[None]:
     """Give every module this state for a block; only attention modules read it."""
     before = {module: module.__dict__.get(STATE_KEY) for module in model.modules()}
     for module in before:
@@ -393,7 +393,7 @@ def _on_seam(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def nothing_attached(model: PreTrainedModel) -> Iterator[None]:
     """The seam with no scales, layout or observers, which must change nothing."""
-    with _on_seam(model), _shared_state(model, SeamState(layer=-1)):
+    with _on_seam(model), _shared_state(model, None):
         yield
 
 

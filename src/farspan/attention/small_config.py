@@ -149,6 +149,7 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
             "window_size": SPAN,
             "attention_chunk_size": SPAN,
             "index_topk": SPAN,
+            "index_kpool": SPAN // 2,
             "index_block_size": SPAN // 2,
             "index_topk_blocks": 2,
             "indexer_budget": SPAN,
@@ -184,9 +185,8 @@ def _layer_lists(config: PreTrainedConfig) -> dict[str, list[Any]]:
 
 
 def keep_layers(config: PreTrainedConfig, count: int) -> None:
-    """Cut the text config to its first layers."""
-    if count >= config.num_hidden_layers:
-        return
+    """Cut the text config to its first layers, at most to those that it has."""
+    count = min(count, config.num_hidden_layers)
     lists = _layer_lists(config)
     by_layer = None
     if getattr(config, "is_heterogeneous", False):  # Gemma 4: values of single layers

@@ -112,8 +112,8 @@ def _sample(
 def _norm_reader(model: PreTrainedModel, layers: Sequence[Layer]) -> Callable[[int], Tensor]:
     """A function of a position: the norms of all queries there, [layers, heads]."""
     modules = [layer.module for layer in layers]
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    ids += model.get_input_embeddings().num_embeddings - 1  # the first may be padding: all zeros
+    last = model.get_input_embeddings().num_embeddings - 1  # the first may be padding: all zeros
+    ids = torch.tensor([[last]], device=model.device)
     inputs: dict = {}
 
     def norms_at(position: int) -> Tensor:

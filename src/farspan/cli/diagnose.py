@@ -14,6 +14,7 @@ from farspan.cli.options import (
     AsJson,
     Bos,
     Device,
+    DeviceMap,
     Models,
     OutFolder,
     Position,
@@ -63,6 +64,7 @@ def diagnose_command(
     train_length: TrainLength = None,
     position: Position = None,
     bos: Bos = "auto",
+    device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show where and why a model fails at long contexts.
@@ -90,6 +92,7 @@ def diagnose_command(
             bos=bos,
             out=out,
             device=device,
+            device_map=device_map,
             trust_remote_code=trust_remote_code,
             progress=progress,
             say=note,

@@ -82,6 +82,16 @@ Device = Annotated[
         show_default="cuda if there is a GPU, else cpu",
     ),
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="For models that one device does not hold, as in transformers: auto, balanced, "
+        "balanced_low_0 or sequential.",
+        show_default="one device",
+        rich_help_panel=LOADING,
+    ),
+]
 Position = Annotated[
     str | None,
     typer.Option(

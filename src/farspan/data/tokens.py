@@ -91,8 +91,8 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
 
-def encode_text(tokenizer: Any, text: str) -> np.ndarray:
-    """The tokens of a text without special ones, int32. Long text is encoded in pieces.
+def encode_pieces(tokenizer: Any, text: str) -> Iterator[np.ndarray]:
+    """The tokens of a text without special ones, int32, in consecutive pieces if it is long.
 
     Tokenizers also split between words, so pieces that end there have the tokens of the whole text.
     A piece is encoded with some text before it, whose tokens are dropped: a tokenizer may treat the
@@ -101,7 +101,7 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
     ends = [len(text)]
     if getattr(tokenizer, "is_fast", False):
         ends = [_piece_end(text, stop) for stop in range(PIECE, len(text), PIECE)] + ends
-    pieces, start = [], 0
+    start = 0
     for end in dict.fromkeys(ends):
         before = max(0, start - CONTEXT)
         options = {"return_offsets_mapping": True} if before < start else {}
@@ -110,9 +110,8 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
         if options:
             offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64)
             ids = ids[offsets[:, 0] >= start - before]
-        pieces.append(ids)
+        yield ids
         start = end
-    return np.concatenate(pieces)
 
 
 def _piece_end(text: str, near: int) -> int:

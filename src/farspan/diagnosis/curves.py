@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.entropy import EntropyByPosition
+from farspan.device_map import stored_tensors
 from farspan.errors import CorruptError, FarspanError
 from farspan.model.loss import token_losses
 
@@ -170,7 +171,9 @@ def _check_entropy(
 def nonfinite_weight(model: PreTrainedModel) -> str | None:
     """The name of the first weight that holds NaN or infinity, if any."""
     weights = (
-        (name, values) for name, values in model.state_dict().items() if values.is_floating_point()
+        (name, values)
+        for name, values in stored_tensors(model, model.state_dict().items())
+        if values.is_floating_point()
     )
     return next((name for name, values in weights if not torch.isfinite(values).all()), None)
 

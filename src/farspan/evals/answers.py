@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from farspan.batching import run_in_batches
 from farspan.evals.decoding import end_tokens, generate_tokens
@@ -15,6 +16,9 @@ from farspan.evals.scores import EvalCell, Sample
 
 AROUND = 60  # characters kept before an answer in a prompt; twice as many from its start on
 AROUND_ANSWERS = 4
+MEMORY_SHARE = 0.75  # of free GPU memory, for prompts that are decoded together
+LAYER_TENSORS = 8  # of the size of its hidden layer that a layer holds at once, at most
+MOST_ROWS = 64
 
 
 def generate_texts(
@@ -22,11 +26,12 @@ def generate_texts(
     tokenizer: Any,
     rows: list[list[int]],
     answer_tokens: int,
-    batch: int,
+    batch: int | None,
     frame: tuple[str, str] | None = None,
 ) -> list[Generated]:
     """The greedy continuation of each of some equally long prompts.
 
+    batch: prompts decoded together on a GPU; None: as many as fit in its memory.
     frame: the text of a chat template in the prompts.
     """
     if isinstance(model, Engine):
@@ -40,8 +45,30 @@ def generate_texts(
         predictions.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in generated)
 
     length = len(rows[0]) + answer_tokens
+    if batch is None and model.device.type == "cuda":
+        batch = rows_in_memory(model, length, free_memory(model.device))
     run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
     return [Generated(text, len(row)) for text, row in zip(predictions, rows, strict=True)]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that are free, or that torch keeps for later use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def rows_in_memory(model: PreTrainedModel, length: int, free: int) -> int:
+    """Prompts whose cache, and what a layer computes on them, take most of the free memory.
+
+    Each step of decoding reads all weights and starts every kernel once, for any number of rows.
+    """
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    numbers = 2 * config.num_hidden_layers * heads * size + LAYER_TENSORS * widest
+    row = length * numbers * model.dtype.itemsize
+    return min(MOST_ROWS, max(1, int(MEMORY_SHARE * free / row)))
 
 
 class Asked(Protocol):

@@ -72,7 +72,7 @@ class Needle:
     chains: int = 1  # of variables, one of which is asked for
     threshold: float = 0.85  # recall from which a length counts as effective
     seed: int = 0
-    batch: int = 8
+    batch: int | None = None  # prompts decoded together; default: as many as fit
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length."""
@@ -151,10 +151,8 @@ class Needle:
             if task not in TASKS:
                 raise FarspanError(f"needle has no task {task!r}; {suggest(task, TASKS)}")
         for name in ("samples", "keys", "values", "queries", "hops", "chains", "batch"):
-            if getattr(self, name) < 1:
-                raise FarspanError(
-                    f"the needle setting {name} is {getattr(self, name)}; use 1 or more"
-                )
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise FarspanError(f"the needle setting {name} is {value}; use 1 or more")
 
     # The haystack.
 

@@ -138,7 +138,7 @@ class NonLiteral:
     haystack: str | Path = ""  # text as for --data; empty: the filler of passkey documents
     threshold: float = 0.85
     seed: int = 0
-    batch: int = 8
+    batch: int | None = None  # prompts decoded together; default: as many as fit
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length, the short one first."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -41,12 +42,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.patch import reset_dynamic_rope
 from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
-from farspan.data.tokens import encode_text
+from farspan.data.tokens import encode_pieces
 from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.evals.engine import Engine
 from farspan.evals.longppl import Contrast, key_windows
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, bootstrap
+from farspan.files import naming
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import last_losses, token_losses
 
@@ -69,7 +71,7 @@ class Text:
 
     name: str
     documents: tuple[str, ...]
-    ids: tuple[Tensor, ...]  # of each document, int32
+    ids: tuple[Tensor, ...]  # of each document, int32; mapped from a file, read where they are used
     sha256: str  # of the ids
 
     @property
@@ -78,19 +80,32 @@ class Text:
 
 
 def read_text(name: str, source: str | Path, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Tokenize the documents of a source (see data/documents.py), without begin-of-text tokens."""
+    """Tokenize the documents of a source (see data/documents.py), without begin-of-text tokens.
+
+    Windows are drawn from all tokens, and their hash is part of every cell. So all are made, but
+    kept in a temporary file.
+    """
     names: dict[str, None] = {}
-    rows: list[Tensor] = []
+    sizes: list[int] = []
     digest = hashlib.sha256()
-    for document in read_documents(source):
-        duplicate = document.name in names  # two folders may hold files of the same name
-        names[f"{document.name} ({len(rows)})" if duplicate else document.name] = None
-        rows.append(torch.from_numpy(encode_text(tokenizer, document.text)))
-        digest.update(rows[-1].numpy().tobytes() + b"|")
+    with naming(Path(tempfile.gettempdir())), tempfile.TemporaryFile() as file:
+        for document in read_documents(source):
+            duplicate = document.name in names  # two folders may hold files of the same name
+            names[f"{document.name} ({len(sizes)})" if duplicate else document.name] = None
+            sizes.append(0)
+            for piece in encode_pieces(tokenizer, document.text):
+                file.write(piece.tobytes())
+                digest.update(piece.tobytes())
+                sizes[-1] += len(piece)
+            digest.update(b"|")
+        file.flush()
+        # a copy on write, for torch warns of arrays that cannot be written
+        ids = np.memmap(file, np.int32, "c") if sum(sizes) else np.empty(0, np.int32)
+    rows = torch.from_numpy(ids).split(sizes) if sizes else ()
     return Text(name, tuple(names), tuple(rows), digest.hexdigest())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Window:
     """Tokens `start` to `end` of a document, the last `scored` of which are scored."""
 

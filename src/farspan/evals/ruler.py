@@ -8,6 +8,7 @@ fit, and one more that is cut. What is asked for is never in the part that is cu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -51,7 +52,7 @@ class Ruler:
     frame: tuple[str, str] | None = None  # of a chat model: the text around the user's message
     threshold: float = THRESHOLD  # score from which a length counts as effective
     seed: int = 0
-    batch: int = 8
+    batch: int | None = None  # prompts decoded together; default: as many as fit
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length."""
@@ -111,11 +112,10 @@ class Ruler:
             )
         begin = self._begin(tokenizer)
         size = cell.length - answer_tokens - len(begin)
-        rows, units = [], prompts[0].least + 16
-        for prompt in prompts:
-            units, row = self._row(prompt, size, tokenizer, units)
-            rows.append([*begin, *row])
-        return prompts, rows, answer_tokens
+        first, *others = prompts
+        units, row = self._row(first, size, tokenizer, first.least + 16)
+        rows = [row, *self._rows(others, size, tokenizer, units)]
+        return prompts, [[*begin, *row] for row in rows], answer_tokens
 
     def check_least(self, tokenizer: Any) -> None:
         """Refuse a length that is too short for one of the tasks."""
@@ -179,6 +179,19 @@ class Ruler:
             for prompt in prompts
         )
         return len(self._begin(tokenizer)) + needed + answer, answer
+
+    def _rows(
+        self, prompts: list[RulerPrompt], size: int, tokenizer: Any, guess: int
+    ) -> list[list[int]]:
+        """The tokens of each prompt, on all cores where the tokenizer is not written in Python."""
+
+        def row(prompt: RulerPrompt) -> list[int]:
+            return self._row(prompt, size, tokenizer, guess)[1]
+
+        if not getattr(tokenizer, "is_fast", False):
+            return [row(prompt) for prompt in prompts]
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(row, prompts))
 
     def _row(
         self, prompt: RulerPrompt, size: int, tokenizer: Any, guess: int

@@ -17,6 +17,7 @@ from farspan.attention import seam
 from farspan.attention.model_facts import default_scaled_layers, most_heads
 from farspan.attention.patch import Patch, fingerprint, set_layout
 from farspan.attention.probe import Layer, probe
+from farspan.device_map import is_placed
 from farspan.errors import FarspanError, suggest
 from farspan.methods.continued import continue_training
 from farspan.methods.drope import drope
@@ -207,6 +208,17 @@ def check_unused_settings(
             )
 
 
+def check_trains_no_weights(names: Sequence[str], config: ExtendConfig) -> None:
+    """Refuse methods that update weights, which a device map may keep outside memory."""
+    trained = TRAINED_METHODS & set(names)
+    if trained or config.tune:
+        method = min(trained) if trained else f"tune={config.tune}"
+        raise FarspanError(
+            f"{method} trains weights, which a device map may keep on the disk; remove the device "
+            "map, or choose a method that trains none, as headscale or yarn"
+        )
+
+
 def methods_using(key: str, names: Sequence[str]) -> list[str]:
     """Those of the methods that use a setting."""
     part = key.partition(".")[0]
@@ -292,7 +304,8 @@ def candidate_methods(
     elif "+" in (first := recommended_method(layers, scaled) or ""):  # SmolLM3
         candidates = [first.partition("+")[0], "headlog", first]
     far = job.target > SWAN_FACTOR * job.train_length
-    on_gpu = model.device.type == "cuda"  # elsewhere training takes hours
+    # elsewhere training takes hours, or weights do not fit
+    on_gpu = model.device.type == "cuda" and not is_placed(model)
     plain = all(layer.position in ("rope", "none") and not layer.window for layer in layers)
     return [*candidates, "swan"] if far and on_gpu and plain else candidates
 

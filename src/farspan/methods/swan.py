@@ -73,7 +73,7 @@ class SwanConfig:
     short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
-    answers: float = 0.0  # weight of the cross-entropy of their answers beside the KL
+    answers: float = 0.1  # weight of the cross-entropy of their answers beside the KL
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
     max_loss: float = 0.005  # nats a token that sharpening may cost
 
@@ -113,6 +113,11 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
                 )
+
+    @property
+    def answer_weight(self) -> float:
+        """Of the cross-entropy of answers; as a loss on the text, it counts all tokens anyway."""
+        return self.answers if self.loss == "kl" and self.facts else 0.0
 
     def global_layout(self, layer: Layer, train_length: int) -> LayerLayout:
         if self.rotation == "none" or layer.position == "none":
@@ -271,7 +276,7 @@ def _choose_layout(
     if config.layers == "even" or count == len(layers):
         chosen = even_layers(indices, count)
         job.details["choice"] = (
-            f"{count} of {len(layers)} layers are global, at equal distances: {_list(chosen)}"
+            f"{_layers_are(chosen)} global, {count} of {len(layers)} layers at equal distances"
         )
     else:
         rotary = [layer.index for layer in layers if layer.position == "rope"]
@@ -282,9 +287,9 @@ def _choose_layout(
         others = max(retrieval[layer] for layer in indices if layer not in chosen)
         job.details["layer_costs"] = as_table(costs)
         job.details["choice"] = (
-            f"layers {_list(chosen)} are global: of layers {config.spacing} or more apart, a "
-            f"window of {window} keys costs retrieval most there, up to {dearest:.3f} nats a "
-            f"token, and at most {others:.3f} in any other layer"
+            f"{_layers_are(chosen)} global: of layers {config.spacing} or more apart, a window of "
+            f"{window} keys costs retrieval most there, up to {dearest:.3f} nats a token, and at "
+            f"most {others:.3f} in any other layer"
         )
     return Layout(
         {
@@ -341,8 +346,14 @@ def even_layers(indices: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(indices[round((number + 1) * len(indices) / count) - 1] for number in range(count))
 
 
-def _list(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
+def _layers_are(layers: Sequence[int]) -> str:
+    """
+    >>> _layers_are((3, 7))
+    'layers 3, 7 are'
+    """
+    if len(layers) == 1:
+        return f"layer {layers[0]} is"
+    return f"layers {', '.join(map(str, layers))} are"
 
 
 def _distill(
@@ -353,16 +364,16 @@ def _distill(
     tuning: TuningConfig,
     plan: DistillPlan,
 ) -> dict[str, Tensor]:
-    by_kl = config.loss == "kl"
+    by_kl, answer_weight = config.loss == "kl", config.answer_weight
     training = WeightTraining(
-        DistillModule(model, teacher, config.answers) if by_kl else LossModule(model),
+        DistillModule(model, teacher, answer_weight) if by_kl else LossModule(model),
         _with_short_windows(
             job.batches(
                 plan.batch,
                 plan.micro_batch,
                 model.device,
                 _recall_rows(job, config),
-                with_answers=by_kl and config.answers > 0,
+                with_answers=answer_weight > 0,
             ),
             job.seed,
             config.short,
@@ -385,7 +396,7 @@ def _distill(
             plan.length,
         ),
         # The answers of a batch may be unlikely throughout, and another batch may have none.
-        margin=1.0 + MAX_TOKEN_LOSS * config.answers,
+        margin=1.0 + MAX_TOKEN_LOSS * answer_weight,
     )
     return train_weights(model, job, "distill", tuning, training)
 

@@ -90,7 +90,7 @@ class WeightTraining:
     steps: int
     optimization: OptimizerConfig
     flops: float = 0.0  # of a token
-    margin: float = 1.0  # as in TrainPlan
+    margin: float = TrainPlan.margin
 
 
 def train_weights(

@@ -45,7 +45,7 @@ class ScaleGrid:
 
 
 def full_grid(
-    model: PreTrainedModel, job: FitJob, windows: Tensor, low: float, high: float, bins: int = 64
+    model: PreTrainedModel, job: FitJob, windows: Tensor, low: float, high: float, bins: int
 ) -> ScaleGrid:
     """Every λ̂ from low to high in steps of 0.01 over whole windows (Appendix B, Figure 7)."""
     values = np.round(np.arange(round(low / STEP), round(high / STEP) + 1) * STEP, 2)

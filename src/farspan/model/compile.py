@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from farspan.device_map import is_placed
+
 # Parameters. Compiling takes about ten seconds, in which a smaller model has finished.
 MIN_COMPILED_SIZE = 300_000_000
 
@@ -35,8 +37,9 @@ def raise_recompile_limit(graphs: int = 64) -> None:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Compile the layers for a block, on a GPU and for a model of MIN_COMPILED_SIZE or more."""
-    if model.device.type != "cuda" or model.num_parameters() < MIN_COMPILED_SIZE:
+    """Compile the layers for a block, on one GPU and for a model of MIN_COMPILED_SIZE or more."""
+    small = model.num_parameters() < MIN_COMPILED_SIZE
+    if model.device.type != "cuda" or small or is_placed(model):
         yield
         return
     compile_layers(model)

@@ -19,6 +19,7 @@ from farspan.batching import out_of_memory
 from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
 from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
+from farspan.device_map import DeviceMap, check_device_map
 from farspan.diagnosis.curves import check_losses, measure_curves
 from farspan.diagnosis.knees import KneeRule
 from farspan.diagnosis.result import Diagnoses, Diagnosis
@@ -56,6 +57,7 @@ def diagnose(
     bos: str = "auto",
     out: str | Path | None = None,
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     rule: KneeRule | None = None,
     progress: Progress = automatic,
@@ -67,8 +69,8 @@ def diagnose(
     lengths: as [512, 1024] or "256:4096" (doublings). Each window is read once at the largest
         length; default: twice the longest train length.
     With `out`, a record and figures are written to that folder.
-    bos: whether windows begin with a begin-of-text token: yes, no, or auto, by each model's
-        metadata, and where they are silent by its loss.
+    bos: yes, no or auto: whether windows begin with a begin-of-text token.
+    device_map: as in transformers, for models that one device does not hold.
 
     >>> diagnoses = farspan.diagnose("nope-twin", lengths="256:1024", windows=1)
     >>> diagnoses[0].train_length
@@ -82,7 +84,8 @@ def diagnose(
     check_choice(bos)
     if out is not None:
         check_absent(Path(out))
-    device = resolve_device(device)
+    check_device_map(device_map, device)
+    device = None if device_map else resolve_device(device)
     for source in sources:
         _check_scalable(source, scales)
         check_source(source, position=position, trust_remote_code=trust_remote_code)
@@ -93,6 +96,7 @@ def diagnose(
         options: LoadOptions = {
             "position": position,
             "device": device,
+            "device_map": device_map,
             "trust_remote_code": trust_remote_code,
             "progress": progress,
         }
@@ -114,7 +118,7 @@ def diagnose(
             "windows": windows,
             "train_length": train_length,
             "position": position,
-            "device": device,
+            "device": device or resolve_device(None),
             "rule": asdict(rule),
         }
         _write(Path(out), diagnoses, text_read, settings)

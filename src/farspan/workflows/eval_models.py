@@ -19,6 +19,7 @@ from farspan.bundled import resolve_bundled
 from farspan.cells import cell_key
 from farspan.data.tokens import adds_begin_of_text
 from farspan.data.tokens import fingerprint as tokenizer_fingerprint
+from farspan.device_map import stored_tensors
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError
 from farspan.evals.decoding import end_tokens
@@ -99,7 +100,7 @@ def model_identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) 
 
 def _weights_digest(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
+    for name, weight in stored_tensors(model, sorted(model.state_dict().items())):
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from farspan.begin_of_text import BeginOfText, check_choice
 from farspan.bundled import resolve_bundled
 from farspan.cells import Cells, cell_key, check_results_folder, compute_unclaimed, finish
 from farspan.deprecation import renamed_arguments
+from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError, first_line
 from farspan.evals.engine import Engine
 from farspan.evals.engine_http import is_url
@@ -84,6 +85,7 @@ def evaluate(
     position: str | None = None,
     bos: str = "auto",
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
     say: Callable[[str], None] = lambda text: None,
@@ -99,18 +101,18 @@ def evaluate(
         seed, tasks, apply_chat_template, system_instruction, threshold, engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
+    device_map: as in transformers, for models that one device does not hold.
 
     >>> farspan.evaluate("nope-twin", "perplexity", "results", lengths="256", windows=1).suite
     'perplexity'
     """
-    device = device or processes().device
-    if preset := preset or _default_preset(model, device, config):
+    options = _load_options(device, device_map, trust_remote_code, progress)
+    if preset := preset or _default_preset(model, device or processes().device, config):
         settings["preset"] = preset
     config = (config or EvalConfig()).with_settings(settings)
     check_engine_options([model, baseline], config.engine)
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
-    options = LoadOptions(device=device, trust_remote_code=trust_remote_code, progress=progress)
     baseline_position = None if baseline is None else _position(baseline, model, position)
     if baseline is not None and not is_url(baseline):  # refused before the model is measured
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
@@ -120,6 +122,16 @@ def evaluate(
         options["position"] = baseline_position
         measured.append(run.measure(baseline, options, measured[0]))
     return run.finish(measured, list(gate), options)
+
+
+def _load_options(
+    device: str | None, device_map: DeviceMap | None, trust_remote_code: bool, progress: Progress
+) -> LoadOptions:
+    check_device_map(device_map, device)
+    options = LoadOptions(trust_remote_code=trust_remote_code, progress=progress)
+    if device_map is not None:
+        return {**options, "device_map": device_map}
+    return {**options, "device": device or processes().device}
 
 
 def _default_preset(
@@ -268,7 +280,7 @@ class _EvalRun:
             settings = {
                 "identities": {each.name: each.identity for each in measured},
                 "require": gates,
-                "device": torch.device(options["device"] or "cpu").type,
+                "device": torch.device(options.get("device") or processes().device).type,
                 "begin_of_text": {each.name: each.begin.to_json() for each in measured},
                 "train_length": model.train_length,
                 **model.plan.to_json(),

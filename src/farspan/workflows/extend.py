@@ -28,6 +28,7 @@ from farspan.bundled import resolve_bundled
 from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
+from farspan.device_map import DeviceMap, check_device_map
 from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError, first_line
 from farspan.evals.passkey import passkey_accuracy, scored_documents
@@ -43,6 +44,7 @@ from farspan.methods.registry import (
     candidate_methods,
     check_compatible,
     check_start,
+    check_trains_no_weights,
     check_unused_settings,
     fit_methods,
     make_fit_job,
@@ -128,6 +130,7 @@ class _ExtendRun:
     position: str | None
     bos: str
     device: str
+    device_map: DeviceMap | None
     trust_remote_code: bool
     progress: Progress
     say: Say
@@ -141,7 +144,8 @@ class _ExtendRun:
         model, tokenizer = load_with_tokenizer(
             self.source,
             position=self.position,
-            device=self.device,
+            device=None if self.device_map else self.device,
+            device_map=self.device_map,
             trust_remote_code=self.trust_remote_code,
             progress=self.progress,
         )
@@ -166,6 +170,7 @@ def extend(
     position: str | None = None,
     bos: str = "auto",
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
     say: Say = lambda text: None,
@@ -180,27 +185,26 @@ def extend(
     preset: quick (minutes for a small model on a CPU) or full; default: quick on a CPU.
     data: one corpus, which is split to search on, choose by and report on; or these three by name.
     recipe, overrides: the settings, as a name, .toml file or ExtendConfig, and as "key=value".
-    bos: whether texts begin with a begin-of-text token: yes, no, or auto, by the model's metadata,
-        and where they are silent by its loss. The patch remembers it.
+    bos: yes, no or auto: whether texts begin with a begin-of-text token; the patch remembers it.
+    device_map: as in transformers, for a model that one device does not hold.
 
     >>> result = farspan.extend("rope-twin", to="1k", out="rope-1k", method="yarn")
     >>> result.after["loss@1024"] < result.before["loss@1024"]
     True
     """
-    given = (method, preset, recipe, overrides, position, bos, device, trust_remote_code)
-    run = _make_run(model, *given, progress, say)
+    given = (method, preset, recipe, overrides, position, bos, device, device_map)
+    run = _make_run(model, *given, trust_remote_code, progress, say)
     to = parse_length(to)
-    out, state = Path(out or f"{Path(str(model)).name}-{to}"), processes()
-    check_output(out)
+    check_output(out := Path(out or f"{Path(str(model)).name}-{to}"))
     prepared = _prepare(run, data, to, train_length, out)
     job = prepared.job
     with search_folder(search_path(out), _search_claim(job, run)), _explained_memory(job, run):
         check_absent(out)  # another process may have written it before this one got the lock
         prepared = _announce(prepared)
         result = _fit(prepared, out)
-        if state.is_main_process:
+        if processes().is_main_process:
             result = _save(result, prepared)
-        state.wait_for_everyone()
+        processes().wait_for_everyone()
     return result
 
 
@@ -219,6 +223,7 @@ def estimate_extension(
     position: str | None = None,
     bos: str = "auto",
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
 ) -> ExtendEstimate:
@@ -227,8 +232,8 @@ def estimate_extension(
     >>> farspan.workflows.extend.estimate_extension("rope-twin", 16_384, "swan").tokens
     31981568
     """
-    given = (method, preset, recipe, overrides, position, bos, device, trust_remote_code)
-    run = _make_run(model, *given, progress, lambda text: None)
+    given = (method, preset, recipe, overrides, position, bos, device, device_map)
+    run = _make_run(model, *given, trust_remote_code, progress, lambda text: None)
     prepared = _prepare(run, data, parse_length(to), train_length, Path("unused"))
     return _estimate(prepared)[0]
 
@@ -280,16 +285,20 @@ def _make_run(
     position: str | None,
     bos: str,
     device: str | None,
+    device_map: DeviceMap | None,
     trust_remote_code: bool,
     progress: Progress,
     say: Say,
 ) -> _ExtendRun:
     check_choice(bos)
+    check_device_map(device_map, device)
     names, device = parse_methods(method), device or str(processes().device)
     preset = choose_preset(preset, recipe, device)
     default = preset_config(preset)
     config = read_extend_config(default if recipe is None else recipe, overrides)
     check_unused_settings(names, config, default)
+    if device_map:
+        check_trains_no_weights(names, config)
     source, start = model, find_patch(model)
     if start is not None:
         check_start(model, start, names)
@@ -306,6 +315,7 @@ def _make_run(
         position,
         bos,
         device,
+        device_map,
         trust_remote_code,
         progress,
         say,

@@ -589,7 +589,7 @@ def _measure_grid(
     )
     settings: dict[str, Any] = {"name": cell.model, "begin": begin.ids, "progress": progress}
     job = make_fit_job(model, probe(model), 8 * length, length, windows, windows, **settings)
-    grid = full_grid(model, job, windows, study.grid_low, study.grid_high)
+    grid = full_grid(model, job, windows, study.grid_low, study.grid_high, bins=64)
     tables = {
         key: np.asarray(getattr(grid, key)).round(4).tolist()
         for key in ("values", "loss", "positions", "best")
