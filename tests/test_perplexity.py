@@ -121,6 +121,14 @@ def test_sliding_windows_equal_brute_force_token_by_token():
         assert sample["nll"] == pytest.approx(sum(losses[tokens_of_sample]), abs=1e-10)
 
 
+def test_tokens_in_front_of_a_window_count_in_its_length():
+    evaluation = Perplexity((text(60),), (8, 16), stride=4, begin=(1, 2))
+    windows = [sample for sample in samples(evaluation, tiny()) if "losses" not in sample]
+    assert {sample["length"] for sample in windows} == {8, 16}
+    for sample in windows:
+        assert sample["end"] - sample["start"] + 2 == sample["length"]
+
+
 def label_loss(model, ids: torch.Tensor, last: int) -> torch.Tensor:
     """The mean loss of the last tokens of a window, by labels as the two papers' scripts do it."""
     labels = ids.clone()
