@@ -999,7 +999,7 @@ def test_swan_extends_a_bundled_model(tmp_path):
     assert [cost["layer"] for cost in record["layer_costs"]] == [0, 1, 2, 3, 4, 5]
     entries = list(record["layout"].values())
     assert sorted(entries) == ["rope/128"] * 5 + ["rope:256"]
-    assert record["choice"].startswith("layers ")
+    assert record["choice"].startswith("layer 4 is global: ")
     patch = json.loads((tmp_path / "swan" / "patch.json").read_text())
     assert (patch["format"], patch["layout"]) == (2, record["layout"])
     assert [path.name for path in tmp_path.iterdir()] == ["swan"], "the search folder is removed"
