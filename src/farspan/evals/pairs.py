@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from farspan.evals.scores import average, bootstrap
@@ -73,13 +72,14 @@ def _difference(
 def _outcomes(samples: Iterable[Mapping[str, Any]]) -> dict[GroupKey, dict[Hashable, _Outcome]]:
     """Every sample by what identifies its prompt; repeated prompts are numbered."""
     groups: dict[GroupKey, dict[Hashable, _Outcome]] = {}
-    seen: defaultdict[Hashable, Iterator[int]] = defaultdict(count)
+    seen: Counter[Hashable] = Counter()
     for sample in samples:
         read = _read(sample)
         if read is not None:
             key = (sample["eval"], sample["task"], sample["length"])
             name, outcome = read
-            groups.setdefault(key, {})[name, next(seen[key, name])] = outcome
+            seen[key, name] += 1
+            groups.setdefault(key, {})[name, seen[key, name]] = outcome
     return groups
 
 

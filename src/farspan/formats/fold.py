@@ -332,9 +332,8 @@ def _find_owners(masks: list[Tensor]) -> tuple[int, Tensor] | None:
     masks: the entries of the parameter that affect each head's q, and last those that affect k or
         v. None if no dimension separates q from k and v.
     """
-    *_, last = masks
-    for dim in range(last.ndim):
-        others = [other for other in range(last.ndim) if other != dim]
+    for dim in range(masks[0].ndim):
+        others = [other for other in range(masks[0].ndim) if other != dim]
         *heads, rest = (mask.any(dim=others) if others else mask for mask in masks)
         by_head = torch.stack(heads)  # [H, indices]
         count = by_head.sum(0)

@@ -116,7 +116,7 @@ def _sequence(row: Row) -> Text:
     """Text is copied or reversed, a list is sorted."""
     source, target = row["src_seq"], row["tgt_seq"]
     if isinstance(source, str):
-        if "source_char" in row:
+        if {"source_char", "target_char"} <= row.keys():
             source = f"Replace {row['source_char']} with {row['target_char']} in {source}"
         return source, target
     return f"Sort {_format(source)} ?", answer([_format(target)])

@@ -233,8 +233,7 @@ def prove(
     positions = states[1][0, :, POSITION].numpy() * rule.length
     q, k = (side[0, 0] * calls[1].scaling ** 0.5 for side in (calls[1].q, calls[1].k))
     same = torch.nn.functional.one_hot(ids[0], 1 + num_words)[:, 1:].double()
-    index, error = np.arange(length), 0.0
-    last: np.ndarray
+    index, error, last = np.arange(length), 0.0, np.empty(0)
 
     def check_rows(start: int, stop: int) -> None:
         nonlocal error, last
