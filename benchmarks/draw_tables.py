@@ -122,19 +122,19 @@ def lengths_table(
 
 
 def needles(source: str) -> Table:
-    """Of 50 needles in books, the share that base and conversion answer."""
+    """Of 50 needles in books, the share that base and conversions answer."""
     tasks = {"single, books": "single needle", "multi-key, books": "one of four needles"}
-    rows = [
-        (
-            f"{'base' if name == 'base' else 'converted'}, {title}",
+    rows = {
+        f"{'base' if name == 'base' else record['label']}, {title}": (
             "",
             {length: f"{100 * x:g}%" for length, x in by_length(shares[task]).items()},
         )
-        for record in select(source)
         for task, title in tasks.items()
+        for record in select(source)
         for name, shares in record.get("needles_of_50", {}).items()
-    ]
-    return lengths_table(["needles"], rows)
+    }
+    rows_by_name = [(name, *row) for name, row in rows.items()]  # the base stands in every record
+    return lengths_table(["needles"], rows_by_name)
 
 
 def global_layers(source: str) -> Table:
