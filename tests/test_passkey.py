@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -305,6 +306,31 @@ def test_only_a_shared_prefix_on_a_gpu_replaces_attention(other, monkeypatch):
     )
     monkeypatch.setattr(passkey.seam, "using", lambda model, attention: attention)
     assert (cache.maskless_attention() is lower_right_attention) == (not other)
+
+
+def test_a_prefix_is_computed_without_masks_on_a_gpu(monkeypatch):
+    """cuDNN builds a plan for each shape of a mask, and every chunk has another one."""
+    monkeypatch.setattr(passkey, "GPU_CHUNK", 4)
+    uses, lengths = [], []
+    monkeypatch.setattr(
+        passkey.seam, "using", lambda model, attention: uses.append(attention) or nullcontext()
+    )
+    monkeypatch.setattr(
+        passkey, "last_logits", lambda model, ids, count, past: lengths.append(ids.shape[1])
+    )
+    model = FAMILIES[0].build()
+    on_gpu = SimpleNamespace(
+        config=model.config,
+        device=torch.device("cuda"),
+        modules=model.modules,
+        _can_set_attn_implementation=lambda: True,
+    )
+    monkeypatch.setattr(torch.Tensor, "to", lambda ids, device: ids)
+    prefix_cache = PrefixCache(on_gpu)
+    prefix_cache.extend_to(torch.arange(18).expand(2, -1))
+    assert uses == [lower_right_attention]
+    assert lengths == [4, 4, 4]
+    assert prefix_cache.shared == 12
 
 
 @pytest.mark.parametrize("heads", [4, 2])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from families import FAMILIES, SHAPE
@@ -29,7 +30,7 @@ from farspan.workflows import eval_estimate, extend_estimate
 from farspan.workflows.eval_estimate import EvalClock
 from farspan.workflows.extend import extend
 from farspan.workflows.extend_estimate import Speed, extension_stages
-from farspan.workflows.timing import ForwardSpeed
+from farspan.workflows.timing import ForwardSpeed, measured_length
 from test_extend import FEW, QUICK, _no_figures, job_for, tiny  # noqa: F401
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -96,6 +97,23 @@ def test_the_size_of_a_grid_bounds_the_losses_of_a_search():
         _, losses = search_best(lambda value, best=best: abs(value - best), COARSE, STEP)
         counts.append(len(losses))
     assert grid_size(COARSE, STEP) - 6 < max(counts) <= grid_size(COARSE, STEP)
+
+
+@pytest.mark.parametrize(
+    ("device", "parameters", "length"),
+    [
+        ("cpu", 5e6, 512),
+        ("cpu", 20e6, 250),
+        ("cpu", 1e9, 64),
+        # A GPU takes as long for 64 tokens as for thousands of them.
+        ("cuda", 5e6, 8192),
+        ("cuda", 1e9, 2000),
+        ("cuda", 70e9, 512),
+    ],
+)
+def test_the_measured_window_fits_model_and_device(device, parameters, length):
+    model = SimpleNamespace(device=torch.device(device), num_parameters=lambda: int(parameters))
+    assert measured_length(model) == length
 
 
 def test_a_method_without_a_search_measures_no_gradient(monkeypatch):

@@ -39,7 +39,7 @@ from farspan.model.loss import last_logits
 from farspan.train.metadata import begin_of_text
 
 NAME = "passkey"
-CHUNK = 256  # tokens of a shared prefix per forward pass
+CHUNK, GPU_CHUNK = 256, 2048  # tokens of a shared prefix per forward pass
 CONTINUATION = 4096  # tokens after the prefix per pass; each has a row in a mask over all keys
 BATCH = 10  # rows per batch on a GPU
 CHAT_ANSWER = 32  # tokens, of a chat model behind a server
@@ -233,6 +233,7 @@ class PrefixCache:
         self.model = model
         self._tokens: list[int] = []
         self.shared = 0  # tokens of the prefix that the current documents share
+        self._chunk = GPU_CHUNK if model.device.type == "cuda" else CHUNK
         self._cache = DynamicCache(config=model.config)
         fixed = not length_dependent_rotation(model)
         self._usable = fixed and all(type(layer) is DynamicLayer for layer in self._cache.layers)
@@ -248,18 +249,19 @@ class PrefixCache:
         if rows is None or not self._usable:
             return
         equal = (rows == rows[:1]).all(0).long().cumprod(0).sum()
-        shared = min(int(equal), rows.shape[1] - CHUNK) // CHUNK * CHUNK
+        shared = min(int(equal), rows.shape[1] - self._chunk) // self._chunk * self._chunk
         if 4 * shared < rows.shape[1]:
             return
         prefix = rows[0, :shared].tolist()
-        known = _common_prefix(prefix, self._tokens) // CHUNK * CHUNK
+        known = _common_prefix(prefix, self._tokens) // self._chunk * self._chunk
         if known < min(shared, len(self._tokens)):  # the cached text diverges: drop the rest
             self._cache.crop(known - len(self._tokens))
             del self._tokens[known:]
-        for start in range(len(self._tokens), shared, CHUNK):
-            ids = rows[:1, start : start + CHUNK].to(self.model.device)
-            last_logits(self.model, ids, 1, self._cache)
-            self._tokens += ids[0].tolist()
+        with self._maskless():  # cuDNN would build a new plan for each length of the masks
+            for start in range(len(self._tokens), shared, self._chunk):
+                ids = rows[:1, start : start + self._chunk].to(self.model.device)
+                last_logits(self.model, ids, 1, self._cache)
+                self._tokens += ids[0].tolist()
         self.shared = shared
 
     def branch(self, rows: int) -> DynamicCache | None:
@@ -277,14 +279,14 @@ class PrefixCache:
 
     def maskless_attention(self) -> AbstractContextManager[None]:
         """On a GPU, attention that does not read the mask of the continuations."""
-        name = self.model.config._attn_implementation
-        if not self.shared or self.model.device.type != "cuda" or "sdpa" not in name:
-            return nullcontext()
-        return (
-            seam.using(self.model, lower_right_attention)
-            if self.model._can_set_attn_implementation()
-            else nullcontext()
-        )
+        return self._maskless() if self.shared else nullcontext()
+
+    def _maskless(self) -> AbstractContextManager[None]:
+        model = self.model
+        on_gpu_sdpa = model.device.type == "cuda" and "sdpa" in model.config._attn_implementation
+        if on_gpu_sdpa and model._can_set_attn_implementation():
+            return seam.using(model, lower_right_attention)
+        return nullcontext()
 
 
 def lower_right_attention(

@@ -11,7 +11,7 @@ from farspan.evals.engine import Engine
 from farspan.evals.scores import EvalCell
 from farspan.evals.suites import EvalModel
 from farspan.progress import LEFT, format_duration
-from farspan.workflows.timing import LENGTHS, ForwardSpeed
+from farspan.workflows.timing import ForwardSpeed, measured_length
 
 # The settings of a cell that count its texts.
 COUNTS = ("count", "curve", "keys", "samples", "limit")
@@ -59,9 +59,9 @@ def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, 
     if not cells or isinstance(model.model, Engine):
         return {}
     vocabulary = model.model.get_input_embeddings().num_embeddings
-    ids = torch.arange(LENGTHS[1])[None] % vocabulary
-    limit = min(model.max_positions or LENGTHS[1], LENGTHS[1])
-    speed = ForwardSpeed.measure(model.model, model.layers or (), ids[:, :limit])
+    length = measured_length(model.model)
+    ids = torch.arange(min(model.max_positions or length, length))[None] % vocabulary
+    speed = ForwardSpeed.measure(model.model, model.layers or (), ids)
     seconds = {}
     for key, cell in cells.items():
         count = next((cell.settings[name] for name in COUNTS if cell.settings.get(name)), None)

@@ -14,9 +14,10 @@ from farspan.attention.model_facts import forward_flops
 from farspan.attention.probe import Layer
 from farspan.methods.job import loss_by_position
 
-MEASURED = 5e9  # parameters × tokens of the measured window, at most: a second on a CPU
 MEASURING = 0.5  # seconds
-LENGTHS = (64, 512)  # of the measured window, at least and at most
+# Parameters × tokens of the measured window at most, and its least and greatest length. On a CPU
+# this takes a second. On a GPU a shorter window would measure the launch of kernels alone.
+MEASURED = {"cpu": (5e9, 64, 512), "cuda": (2e12, 512, 8192)}
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,13 @@ class ForwardSpeed:
 
 
 def measured_part(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """As much of a window as takes a second or less."""
-    low, high = LENGTHS
-    length = min(high, max(low, int(MEASURED / model.num_parameters())))
-    return ids[:, :length].to(model.device)
+    return ids[:, : measured_length(model)].to(model.device)
+
+
+def measured_length(model: PreTrainedModel) -> int:
+    """The tokens of a window that takes a second or less."""
+    work, shortest, longest = MEASURED.get(model.device.type, MEASURED["cpu"])
+    return min(longest, max(shortest, int(work / model.num_parameters())))
 
 
 def fastest_run(device: torch.device, work: Callable[[], object]) -> float:
