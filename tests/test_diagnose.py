@@ -253,6 +253,24 @@ def test_scale_is_suggested_only_to_distracted_unscaled_models_without_positions
     assert with_positions.to_json()["suggested_scale"] is None
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_layers_with_a_window_do_not_hide_distracted_heads(window):
+    """Of Gemma's 18 layers 15 see 512 keys, and their entropy is the same in any text."""
+    positions, entropy = curve(1500)
+    heads = {0: entropy[None], 1: np.full((29, len(positions)), 2.0)}
+    windowed = frozenset({1} if window else ())
+    curves = Curves(positions, entropy, heads, 1, 4096, 1, windowed)
+    diagnosis = assess("mine", 1024, curves, KneeRule(), without_positions=False)
+    assert diagnosis.distracted_heads == [(0, 0)]
+    assert ("entropy does not" in diagnosis.verdict) == (window is None)
+    expected = entropy if window else np.concatenate(list(heads.values())).mean(0)
+    assert np.array_equal(curves.entropy, expected)
+    all_windowed = replace(curves, windowed=frozenset({0, 1}))
+    assert np.array_equal(all_windowed.entropy, np.concatenate(list(heads.values())).mean(0))
+    label = loss_and_entropy([diagnosis]).axes[1].get_ylabel()
+    assert ("without a window" in label) == (window is not None)
+
+
 def test_scaled_models_get_no_advice_about_scales():
     positions, loss = curve(1500)
     curves = Curves(positions, loss, {0: curve(None)[1][None]}, 1, 4096, 1)
@@ -572,6 +590,19 @@ def test_json_has_the_documented_keys(model_folder):
     }
     assert text["train_length"] == 64
     assert len(text["positions"]) == len(text["loss"]) == len(text["entropy"])
+
+
+def test_windows_shorter_than_the_train_length_are_recorded(model_folder, tmp_path):
+    shape = {**SHAPE, "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 64}
+    shutil.copytree(model_folder, tmp_path / "model")
+    FarspanForCausalLM(FarspanConfig(**shape, position=["rope/8", "none"])).save_pretrained(
+        tmp_path / "model"
+    )
+    result = run(str(tmp_path / "model"), "--lengths", "64:256", "--windows", "1", "--json")
+    diagnosis = json.loads(result.stdout)
+    assert diagnosis["windowed_layers"] == [0]
+    expected = np.mean(diagnosis["entropy_by_head"]["1"], axis=0)
+    assert diagnosis["entropy"] == pytest.approx(expected, abs=2e-5)
 
 
 def test_only_the_nope_model_gets_a_suggested_scale(bundled):

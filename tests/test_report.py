@@ -402,6 +402,7 @@ def test_growing_scales_are_plotted_at_their_final_value():
     """All heads start at 1 and differ in how λ̂ grows with length."""
     entropy, slope = np.array([[1.0, 2.0, 3.0]]), torch.tensor([[0.1, 0.2, 0.4]])
     curves = SimpleNamespace(
+        windowed=frozenset(),
         positions=np.arange(1.0, 129),
         length=128,
         loss=np.ones(128),

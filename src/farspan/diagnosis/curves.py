@@ -31,11 +31,18 @@ class Curves:
     windows: int
     length: int  # tokens per window
     every: int  # entropy is measured at every n-th query
+    windowed: frozenset[int] = frozenset()  # layers whose window the text outgrows
 
     @property
     def entropy(self) -> np.ndarray:
-        """Mean over all heads of all layers, [bins]; empty if entropy was not measured."""
-        return np.concatenate(list(self.heads.values())).mean(0) if self.heads else np.empty(0)
+        """Mean over the heads of all layers, [bins]; empty if entropy was not measured.
+
+        Layers with a window are left out, unless all have one: whatever the length, they see the
+        same number of keys, and would hide what the others do.
+        """
+        seeing_all = [table for layer, table in self.heads.items() if layer not in self.windowed]
+        tables = seeing_all or list(self.heads.values())
+        return np.concatenate(tables).mean(0) if tables else np.empty(0)
 
     def loss_at(self, mark: int, *, train_length: int) -> float:
         """Mean loss over the quarter of the train length that ends at `mark`."""

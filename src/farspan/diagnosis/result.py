@@ -53,6 +53,7 @@ class Diagnosis(Plotted):
             "loss": _rounded(curves.loss),
             "entropy": _rounded(curves.entropy) if curves.heads else None,
             "entropy_of_every": curves.every,
+            "windowed_layers": sorted(curves.windowed),
             "windows": curves.windows,
             "bound": _rounded(np.log(curves.positions)),
             "entropy_by_head": {

@@ -81,7 +81,9 @@ def loss_and_entropy(diagnoses: Sequence[Diagnosis]) -> Figure:
         first = diagnoses[0].curves
         for axes in below:
             (bound,) = _draw_bound(axes, first.positions)
-            axes.set_ylabel("entropy (nats, mean of heads)")
+            windowed = any(diagnosis.curves.windowed for diagnosis in diagnoses)
+            mean = "mean of heads" + " without a window" * windowed
+            axes.set_ylabel(f"entropy (nats, {mean})")
             axes.legend([bound], [BOUND], loc="lower right", fontsize=9)
         for axes in (above, *below):
             mark_train_length(axes, {diagnosis.train_length for diagnosis in diagnoses})

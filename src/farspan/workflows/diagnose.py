@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +201,13 @@ def _diagnose_scale(
         if value is not None:
             seam.remove_scales(model)
     patch = find_patch(subject.source)
+    windowed = frozenset(
+        layer.index for layer in layers or () if layer.window and layer.window < train_length
+    )
     return assess(
         label,
         train_length,
-        curves,
+        replace(curves, windowed=windowed),
         rule,
         without_positions=any(layer.position == "none" for layer in layers or ()),
         scales=patch.scales if patch else None,
