@@ -17,6 +17,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -150,6 +151,7 @@ def _are_tables(*values: Any) -> bool:
 # Types: which keys and values a dataclass accepts.
 
 
+@cache
 def _schema(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
     """The fields of a dataclass with their types, by TOML key: the field `from_` is `from`."""
     hints = get_type_hints(kind)
