@@ -25,7 +25,7 @@ coverage: $(VENV)/.installed-dev
 	$(PYTEST) --cov --cov-report=term:skip-covered \
 		--deselect tests/test_architecture.py::test_help_is_quick
 
-# The tests that take minutes. Files without one are not imported.
+# The tests that take seconds or minutes. Files without one are not imported.
 long: $(VENV)/.installed
 	$(PYTEST) -m "long and not manual" $$(grep -l mark.long tests/test_*.py)
 

@@ -55,6 +55,7 @@ def changed_config(stock, folder, **rope):
     return folder
 
 
+@pytest.mark.long
 def test_a_live_load_and_every_export_are_equal(patch, stock, tmp_path):
     farspan.export(patch, tmp_path / "folded", "folded")
     for engine in (patch, stock, tmp_path / "folded"):
@@ -70,6 +71,7 @@ def test_the_base_model_is_recognized(patch):
     assert "it ignores the extension" in result.sentence
 
 
+@pytest.mark.long
 def test_a_config_without_its_scaling_is_noticed(patch, stock, tmp_path):
     """The folded scales are still there, so it is neither the model nor its base."""
     dropped = changed_config(stock, tmp_path / "dropped")
@@ -83,6 +85,7 @@ def test_a_config_without_its_scaling_is_noticed(patch, stock, tmp_path):
     assert farspan.check(yarn_only, ignored, length=LENGTH).agreement.verdict == "base"
 
 
+@pytest.mark.long
 def test_the_command_exits_with_3_and_one_sentence(patch, stock, tmp_path, monkeypatch, capsys):
     runner = CliRunner()
     arguments = ["check", str(patch), "--length", str(LENGTH), "--engine"]

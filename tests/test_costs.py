@@ -39,6 +39,7 @@ def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.long
 def test_costs_of_all_work(run_costs):
     rows, table = run_costs("--lengths", "256")
     flops = {(row["work"], row["length"]): row["flops"] / row["tokens"] for row in rows}

@@ -264,6 +264,7 @@ def test_settings_are_checked(model, settings, sentence, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["prompt_logprobs", "echo"])
+@pytest.mark.long
 def test_perplexity_by_log_probabilities_of_the_prompt(form, twin, tmp_path):
     """In vLLM's documented form, and in that of servers that echo a prompt; recorded, not run."""
     model, tokenizer = twin

@@ -142,6 +142,7 @@ def tiny(name: str, folder: Path, **parts) -> Path:
 
 @pytest.mark.parametrize("format", ALL_FORMATS)
 @pytest.mark.parametrize("base", ["nope-twin", "rope-twin"])
+@pytest.mark.long
 def test_every_format_keeps_per_head_scales(base: str, format: str, exported):
     done = exported(f"{base}:scales", format)
     assert set(done.proofs) == {"inside", "beyond"}

@@ -169,6 +169,7 @@ BIG_CONFIGS = {
         for name in BIG_CONFIGS
     ],
 )
+@pytest.mark.long
 def test_real_sizes_are_inspected_from_the_config(name: str, tmp_path):
     config = BIG_CONFIGS[name]
     config.save_pretrained(tmp_path)
@@ -209,6 +210,7 @@ def test_position_none_loads_a_llama_checkpoint_without_rotation(tmp_path):
     ],
     ids=lambda config: config.model_type,
 )
+@pytest.mark.long
 def test_a_config_that_cannot_be_probed_raises_no_other_error(config, tmp_path):
     config.save_pretrained(tmp_path)
     with contextlib.suppress(FarspanError):

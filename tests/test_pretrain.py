@@ -449,6 +449,7 @@ def test_a_bundled_model_is_complete_and_small(name):
         assert text in card
 
 
+@pytest.mark.long
 def test_the_bundled_conversion_is_complete_and_reads_far_beyond_its_train_length(bundled):
     folder = BUNDLED_MODELS / "swan-twin"
     check_manifest(folder)
@@ -494,6 +495,7 @@ def test_a_folder_takes_precedence_over_a_bundled_model(tmp_path, monkeypatch, b
         farspan.load("alibi-twin")
 
 
+@pytest.mark.long
 def test_bundled_models_retrieve_passkeys_inside_their_train_length(bundled):
     """Twenty keys that were held out of training; benchmarks/heldout.py asks for many more."""
     for model, tokenizer in bundled.values():
@@ -513,6 +515,7 @@ def test_bundled_models_retrieve_passkeys_inside_their_train_length(bundled):
         assert retrieved >= 19
 
 
+@pytest.mark.long
 def test_bundled_models_fail_beyond_their_train_length(bundled):
     """On text that neither has seen."""
     text = next(iter(read_documents("python-docs/score"))).text

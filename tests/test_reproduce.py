@@ -693,6 +693,7 @@ def bench(tiny) -> Path:
     return tiny
 
 
+@pytest.mark.long
 def test_benchmarks_are_columns_that_resume(bench, monkeypatch):
     """Every row is measured in its own context; other data or settings are measured again."""
     pytest.importorskip("lm_eval")

@@ -168,6 +168,7 @@ def test_a_mixture_overlaps_with_the_files_that_it_names(folder):
 
 
 @pytest.mark.usefixtures("without_figures")
+@pytest.mark.long
 def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
     (tmp_path / "other.txt").write_text("one text to choose by " * 4000)
     (tmp_path / "report.txt").write_text("and one to report on " * 4000)

@@ -27,6 +27,7 @@ def without_config(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.long
 def test_a_family_holds_or_is_refused_in_a_sentence(family: str, tmp_path, monkeypatch):
     without_config(monkeypatch)
     outcomes = run_checks(Subject(family, tmp_path))

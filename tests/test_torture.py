@@ -29,6 +29,7 @@ def one_thread():
     gc.unfreeze()
 
 
+@pytest.mark.long
 def test_a_sample_of_every_category_goes_right(one_thread, tmp_path):
     """One test, since all categories share what is built first."""
     workspace, tried = Workspace(tmp_path / "work"), {}

@@ -130,6 +130,7 @@ def die(*_args, **_kwargs) -> None:
 # Kill and resume.
 
 
+@pytest.mark.long
 def test_a_run_killed_after_any_step_ends_in_the_same_bits(
     recipe, training_data, uninterrupted, tmp_path
 ):
@@ -201,6 +202,7 @@ QUICK_CALLS = ("os.replace",)
         for name in SAVE_CALLS
     ],
 )
+@pytest.mark.long
 def test_a_run_killed_during_a_save_ends_in_the_same_bits(
     recipe, training_data, uninterrupted, tmp_path, name
 ):
@@ -236,6 +238,7 @@ def random_fault(seed: int):
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 100), marks=pytest.mark.long)])
+@pytest.mark.long
 def test_write_faults_leave_no_partial_checkpoint(recipe, training_data, tmp_path, seeds):
     """After every fault all checkpoints are intact, and finally the run ends in the same bits."""
     recipe = with_train(recipe, steps=50, save_every=1)
