@@ -34,7 +34,7 @@ from farspan.errors import FarspanError
 from farspan.formats import registry
 from farspan.formats.fold import LogitProof, logits
 from farspan.formats.stock import to_stock
-from farspan.loading import dequantized_dtype
+from farspan.gguf_loading import dequantized_dtype
 from farspan.workflows import export as export_workflow
 from farspan.workflows.generate import generate
 

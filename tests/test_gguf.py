@@ -17,7 +17,7 @@ from farspan import cli, gguf_reading
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError
 from farspan.formats.gguf import write_gguf
-from farspan.loading import load_gguf_config
+from farspan.gguf_loading import load_gguf_config
 from farspan.train.metadata import stated_begin_of_text
 from farspan.workflows import inspect as inspect_module
 

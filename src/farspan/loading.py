@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import io
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -21,20 +19,18 @@ import torch
 import transformers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
 
 from farspan.attention.building import model_class
 from farspan.attention.model_facts import config_train_length, required_attention
 from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
+from farspan.checkpoints import MissingModelError, check_report, check_weights, quiet, readable
 from farspan.custom_code import import_code, resolve_reference
 from farspan.data.tokens import (
     DECISION,
-    add_begin_of_text,
     check_tokenizer,
     read_tokenizer,
     tokenizer_files,
@@ -42,8 +38,14 @@ from farspan.data.tokens import (
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap, check_device_map, check_placed, placement
 from farspan.errors import CorruptError, FarspanError, first_line
-from farspan.files import check_links, check_listed_files, read_json, weight_files
-from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
+from farspan.files import check_links, read_json
+from farspan.gguf_loading import (
+    USE_CHECKPOINT,
+    check_gguf,
+    load_gguf,
+    load_gguf_config,
+    load_gguf_tokenizer,
+)
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model_objects import ModelObject
@@ -52,13 +54,7 @@ from farspan.summaries import Summarized
 
 MAX_CONFIG_LAYERS = 100_000  # of a config; lists of more would be made before any weight is read
 BASE = "base"  # the subfolder of a patch folder that may hold its base model
-USE_CHECKPOINT = "load the checkpoint that it was converted from"  # the way out for a .gguf file
-LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")  # of a .gguf file
 UPCAST_BELOW = 300_000_000  # parameters
-
-
-class _MissingModelError(FarspanError):
-    """There is no model under this name."""
 
 
 class _ModelAndTokenizer(NamedTuple):
@@ -141,9 +137,9 @@ def load(
             progress=progress,
         )
     if Path(source).suffix == ".gguf":
-        return _load_gguf(Path(source), dtype, device, progress)
+        return LoadedModel(*load_gguf(Path(source), dtype, device, progress))
     config = load_config(source, position=position, trust_remote_code=trust_remote_code)
-    _check_weights(source)
+    check_weights(source)
     used = resolve_device(None) if device_map is not None else device
     dtype = dtype or _supported_dtype(getattr(config, "dtype", None), used)
     options: dict[str, Any] = {
@@ -157,11 +153,11 @@ def load(
     # A config that we changed must not be overruled by the one in the folder: its own class loads.
     ours = isinstance(config, FarspanConfig)
     loading_class = FarspanForCausalLM if ours else model_class(config)
-    with quiet(), _readable(source):
+    with quiet(), readable(source):
         loaded, report = loading_class.from_pretrained(
             source, config=config, output_loading_info=True, **options, **placement(device_map)
         )
-    _check_report(source, loaded, report)
+    check_report(source, loaded, report)
     check_placed(loaded, source)
     loaded = loaded.to(device).eval() if device else loaded.eval()
     _lift_length_limit(loaded)
@@ -212,66 +208,6 @@ def _lift_length_limit(model: PreTrainedModel) -> None:
             module.register_forward_hook(restore, always_call=True)
 
 
-def _check_weights(source: str | Path) -> None:
-    if not Path(source).is_dir():
-        return
-    check_listed_files(Path(source))
-    if not weight_files(Path(source)):
-        raise FarspanError(
-            f"{source} has a config but no weights; add model.safetensors, or run "
-            f"`farspan inspect {source}` to inspect the config"
-        )
-
-
-def _check_report(source: str | Path, model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Refuse a checkpoint that does not match its config.
-
-    transformers would continue with random numbers where weights are missing or have another
-    shape, and without the layers that the config does not mention.
-    """
-    way_out = "download or export the checkpoint again"
-    if missing := sorted(report["missing_keys"]):
-        raise CorruptError(
-            f"{source} lacks {len(missing)} weights that its config requires, first "
-            f"{missing[0]!r}; {way_out}"
-        )
-    if mismatched := sorted(report["mismatched_keys"]):
-        name, stored, required = mismatched[0]
-        raise CorruptError(
-            f"{source} has {len(mismatched)} weights of other shapes than its config requires, "
-            f"first {name} with {list(stored)} instead of {list(required)}; {way_out}"
-        )
-    if extra := _extra_layers(model, report["unexpected_keys"]):
-        raise CorruptError(
-            f"{source} has {len(extra)} weights of layers that its config does not have, first "
-            f"{extra[0]!r}; {way_out}"
-        )
-
-
-def _extra_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Unexpected weights of layers after the last one, in the order of layers.
-
-    Other unexpected weights are harmless: buffers of old releases, an image tower. Layers for
-    multi-token prediction are left out on purpose.
-    """
-    counts = {
-        name: len(part)
-        for name, part in model.named_modules()
-        if isinstance(part, torch.nn.ModuleList)
-    }
-    prediction_layers = (
-        getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
-    )
-    extra = []
-    for key in unexpected:
-        for number in re.finditer(r"\.(\d+)\.", key):
-            parent, index = key[: number.start()], int(number[1])
-            count = counts.get(parent, counts.get(f"{model.base_model_prefix}.{parent}"))
-            if count is not None and index >= count + prediction_layers:
-                extra.append((index, key))
-    return [key for _, key in sorted(extra)]
-
-
 def load_with_tokenizer(
     source: str | Path, **options: Unpack[LoadOptions]
 ) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase]:
@@ -309,10 +245,7 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer of a folder, hub id, bundled model or .gguf file, which must have one."""
     if (file := Path(source)).suffix == ".gguf":
-        if not file.is_file():
-            raise _MissingModelError(f"{file} does not exist; check the path")
-        with quiet(), _readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
-            return _gguf_tokenizer(file, read_header(file))
+        return load_gguf_tokenizer(file)
     return _require_tokenizer(_load_tokenizer(resolve_bundled(source), trust_remote_code), source)
 
 
@@ -341,10 +274,10 @@ def check_source(
             position = position or patch.position
             check_source(base, position=position, trust_remote_code=trust_remote_code)
     elif Path(source).suffix == ".gguf":
-        _check_gguf(Path(source))
+        check_gguf(Path(source))
     else:
         load_config(source, position=position, trust_remote_code=trust_remote_code)
-        _check_weights(resolve_bundled(source))
+        check_weights(resolve_bundled(source))
         load_tokenizer(source, trust_remote_code)
 
 
@@ -385,13 +318,13 @@ def load_config(
         bundled = [path.name for path in BUNDLED_MODELS.iterdir()]
         near = difflib.get_close_matches(str(source), bundled, 1)
         hint = f"did you mean the bundled model {near[0]}?" if near else "check the path"
-        raise _MissingModelError(
+        raise MissingModelError(
             f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}"
         )
     else:
         _check_hub(str(source))
     try:
-        with quiet(), _readable(source):
+        with quiet(), readable(source):
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except FarspanError as error:
         if str(source) in str(error):
@@ -481,7 +414,7 @@ def _supported_dtype(
 def _check_hub(name: str) -> None:
     cached = isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
     if not cached and (why := unavailable_reason(name, "model")) is not None:
-        raise _MissingModelError(
+        raise MissingModelError(
             f"{name} is no local folder and could not be fetched from the hub ({why}); check the "
             "path, the name, or the network"
         )
@@ -511,59 +444,6 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
     return FarspanConfig(**{**values, "position": position, "rope_parameters": rope})
 
 
-def load_gguf_config(file: Path) -> PreTrainedConfig:
-    """The config in the header of a llama.cpp model."""
-    header = without_vocabulary(_check_gguf(file))
-    with quiet(), _readable(file, USE_CHECKPOINT), fast_gguf(file, header):
-        return _read_gguf_config(file)
-
-
-def _read_gguf_config(file: Path) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-
-
-def _load_gguf(
-    file: Path,
-    dtype: torch.dtype | str | None,
-    device: str | torch.device | None,
-    progress: Progress,
-) -> LoadedModel:
-    """A llama.cpp model, its weights dequantized."""
-    header = _check_gguf(file)
-    # Dequantizing shows a progress bar that no setting turns off.
-    with quiet(), _readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
-        with fast_gguf(file, without_vocabulary(header), progress):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                config=_read_gguf_config(file),
-                trust_remote_code=False,  # of files beside this one
-                gguf_file=file.name,
-                dtype=dtype or dequantized_dtype(device),
-                ignore_mismatched_sizes=True,  # reported, and refused below
-                output_loading_info=True,
-            )
-        _check_report(file, model, report)
-        _forget_quantizer(model)
-        tokenizer = _gguf_tokenizer(file, header)
-    return LoadedModel(model.to(device).eval() if device else model.eval(), tokenizer)
-
-
-def _forget_quantizer(model: PreTrainedModel) -> None:
-    """Its weights are dequantized: it can be saved as any other model, which transformers refuses
-    as long as it counts as quantized."""
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-
-
-def _gguf_tokenizer(file: Path, header: Any) -> transformers.PreTrainedTokenizerBase:
-    with fast_gguf(file, header):
-        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
-    if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
-        add_begin_of_text(tokenizer, bool(adds.contents()))
-    return tokenizer
-
-
 def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:
     """A small model in float32, whatever the dtype of its checkpoint.
 
@@ -577,51 +457,6 @@ def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:
     grouped_on_gpu = model.device.type == "cuda" and kv_heads not in (None, heads)
     keep = model.dtype == torch.float32 or getattr(model, "is_quantized", False) or grouped_on_gpu
     return model if keep or model.num_parameters() >= UPCAST_BELOW else model.float()
-
-
-def dequantized_dtype(device: str | torch.device | None) -> torch.dtype:
-    """bf16 on a GPU, where SDPA has no float32 kernel for grouped-query attention."""
-    return torch.float32 if torch.device(device or "cpu").type == "cpu" else torch.bfloat16
-
-
-def _check_gguf(file: Path) -> Any:
-    """The header of a file; refuse what transformers would misread.
-
-    It drops the rope scaling of most architectures silently, and it reads no model without
-    rotation.
-    """
-    if not file.is_file():
-        raise _MissingModelError(f"{file} does not exist; check the path")
-    header = read_header(file)
-    for key, field in header.fields.items():
-        scales_rope = key.endswith(".rope.scaling.type") and field.contents() != "none"
-        if scales_rope and not key.startswith("gpt-oss."):
-            raise FarspanError(
-                f"{file.name} scales its rotation ({field.contents()}), and transformers would "
-                f"ignore that; {USE_CHECKPOINT}"
-            )
-        if key.endswith(".block_count"):
-            _check_layer_count(file, field.contents(), [tensor.name for tensor in header.tensors])
-    rotation = header.fields.get("granite.rope.scaling.finetuned")
-    if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
-        raise FarspanError(
-            f"{file.name} is a granite model without rotation, which llama.cpp supports and "
-            f"transformers does not; {USE_CHECKPOINT}"
-        )
-    return header
-
-
-def _check_layer_count(file: Path, layers: int, names: list[str]) -> None:
-    """Refuse a number of layers that does not fit the tensors.
-
-    transformers would make a config of so many layers, and leave out tensors of further ones.
-    """
-    last = max((int(name[1]) for name in map(LAYER_TENSOR.match, names) if name), default=-1)
-    if not last < layers <= max(1, len(names)):
-        raise CorruptError(
-            f"{file} claims {layers} layers and has {len(names)} tensors of {last + 1} layers; "
-            "download or export it again"
-        )
 
 
 def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
@@ -668,7 +503,7 @@ def _existing_base(folder: Path, patch: Patch) -> Iterator[str]:
         )
     try:
         yield source
-    except _MissingModelError as error:
+    except MissingModelError as error:
         raise FarspanError(
             f"the base model of the patch in {folder} was not found "
             f"({str(error).partition(';')[0]}); put it into {folder / BASE}, or set its path in "
@@ -688,47 +523,9 @@ def _load_tokenizer(
     if folder.is_dir() and not tokenizer_files(folder):
         return None
     way_out = "check its tokenizer_config.json and that this transformers supports the tokenizer"
-    with quiet(), _readable(source, way_out):
+    with quiet(), readable(source, way_out):
         try:
             return read_tokenizer(source, trust_remote_code)
         except Exception:
             check_tokenizer(folder)
             raise
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers: farspan reports what matters."""
-    bars = logging.is_progress_bar_enabled()
-    loggers = (logging, huggingface_hub.utils.logging)
-    # A level that is set clears the caches of all loggers, so only others than this one are.
-    levels = [
-        (logger, level) for logger in loggers if (level := logger.get_verbosity()) != logging.ERROR
-    ]
-    for logger, _ in levels:
-        logger.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for logger, level in levels:
-            logger.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _readable(
-    source: str | Path,
-    way_out: str = "check its config.json and that this transformers supports the family",
-) -> Iterator[None]:
-    """Turn an error of transformers about a checkpoint into one sentence."""
-    try:
-        yield
-    except FarspanError:
-        raise
-    except Exception as error:  # a checkpoint can be wrong in more ways than can be listed
-        raise FarspanError(
-            f"transformers cannot load {source} ({type(error).__name__}: {first_line(error)}); "
-            f"{way_out}"
-        ) from error

@@ -27,6 +27,7 @@ from farspan.errors import FarspanError, suggest
 T = TypeVar("T")
 Keys = tuple[str, ...]
 
+_type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)  # slow, and asked for often
 WIDTH = 100  # a longer list is written with one item a line
 TYPE_NAMES = {  # singular, plural
     str: ("a string", "strings"),
@@ -151,10 +152,9 @@ def _are_tables(*values: Any) -> bool:
 # Types: which keys and values a dataclass accepts.
 
 
-@cache
 def _schema(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
     """The fields of a dataclass with their types, by TOML key: the field `from_` is `from`."""
-    hints = get_type_hints(kind)
+    hints = _type_hints(kind)
     return {
         field.name.removesuffix("_"): (field, hints[field.name])
         for field in fields(kind)

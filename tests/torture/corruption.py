@@ -80,7 +80,7 @@ def read_gguf(folder: Path) -> str:
 
 
 def read_gguf_header(folder: Path) -> str:
-    from farspan.loading import load_gguf_config
+    from farspan.gguf_loading import load_gguf_config
 
     return _digest(load_gguf_config(folder / "llama.gguf").to_dict())
 

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.patch import reset_dynamic_rope
+from farspan.checkpoints import quiet
 from farspan.data.tokens import adds_begin_of_text
-from farspan.loading import quiet
 from farspan.train.metadata import begin_of_text
 
 

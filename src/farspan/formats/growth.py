@@ -16,9 +16,9 @@ from transformers import Llama4TextConfig, Ministral3Config, PreTrainedConfig, P
 
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
+from farspan.checkpoints import quiet
 from farspan.errors import FarspanError
 from farspan.formats.layout import SMOLLM3_SHAPED, model_with_config, shape_of
-from farspan.loading import quiet
 from farspan.model.config import FULL
 
 CLASSES = {"floor": "Llama 4", "floor-position": "Ministral 3"}  # by basis

@@ -12,8 +12,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch
+from farspan.checkpoints import quiet
 from farspan.files import write_json
-from farspan.loading import BASE, quiet
+from farspan.loading import BASE
 
 MODEL_TYPE = "farspan-patched"
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.patch import Patch
+from farspan.checkpoints import quiet
 from farspan.errors import FarspanError, install_hint
 from farspan.files import write_json
 from farspan.formats.fold import Site, find_sites
-from farspan.loading import quiet
 
 
 def write_peft(model: PreTrainedModel, patch: Patch, folder: Path) -> None:

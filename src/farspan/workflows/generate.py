@@ -19,11 +19,12 @@ from transformers import (
 from farspan.attention import seam
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.begin_of_text import load_with_begin_of_text
+from farspan.checkpoints import quiet
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError
 from farspan.evals.decoding import default_generation_config, encode_prompt, end_tokens
-from farspan.loading import quiet, resolve_device
+from farspan.loading import resolve_device
 from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import Progress, silent
 

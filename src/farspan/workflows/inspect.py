@@ -33,20 +33,14 @@ from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.attention.small_config import head_counts, head_dim
 from farspan.attention.temperature import LONGEST, Temperature, temperatures
+from farspan.checkpoints import quiet
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
 from farspan.formats.fold import Site, find_sites, logits, random_tokens
-from farspan.loading import (
-    base_source,
-    find_patch,
-    is_patch,
-    load,
-    load_config,
-    load_gguf_config,
-    quiet,
-)
+from farspan.gguf_loading import load_gguf_config
+from farspan.loading import base_source, find_patch, is_patch, load, load_config
 from farspan.methods.rope import existing_rope_scaling
 from farspan.model_objects import ModelLike
 from farspan.progress import Progress, automatic, shows_progress

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from farspan.batching import run_in_batches
 from farspan.cells import Cells, cell_key, check_results_folder, repeat_until_done
+from farspan.checkpoints import quiet
 from farspan.custom_code import import_code, resolve_reference
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
@@ -60,7 +61,7 @@ from farspan.lab.study import (
 )
 from farspan.lab.tasks import LabTask, draw_examples, find_task
 from farspan.lab.tokenizer import WordTokenizer
-from farspan.loading import quiet, resolve_device
+from farspan.loading import resolve_device
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Progress, automatic, shows_progress, silent
 from farspan.recipe import load_recipe, to_toml

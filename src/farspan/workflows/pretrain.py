@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from farspan.attention.patch import fingerprint
+from farspan.checkpoints import quiet
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError, install_hint
 from farspan.files import new_folder, read_json, write_manifest
-from farspan.loading import quiet, resolve_device
+from farspan.loading import resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.progress import Progress, automatic, shows_progress
 from farspan.recipe import load_recipe, to_toml

@@ -1,0 +1,133 @@
+"""Models in .gguf files, the format of llama.cpp: their config, weights and tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from farspan.checkpoints import MissingModelError, check_report, quiet, readable
+from farspan.data.tokens import add_begin_of_text, read_tokenizer
+from farspan.errors import CorruptError, FarspanError
+from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
+from farspan.progress import Progress
+
+USE_CHECKPOINT = "load the checkpoint that it was converted from"
+LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")
+
+
+def load_gguf_config(file: Path) -> PreTrainedConfig:
+    """The config in the header of a llama.cpp model."""
+    header = without_vocabulary(check_gguf(file))
+    with quiet(), readable(file, USE_CHECKPOINT), fast_gguf(file, header):
+        return _read_gguf_config(file)
+
+
+def _read_gguf_config(file: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+
+
+def load_gguf(
+    file: Path,
+    dtype: torch.dtype | str | None,
+    device: str | torch.device | None,
+    progress: Progress,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A llama.cpp model, its weights dequantized, and its tokenizer."""
+    header = check_gguf(file)
+    # Dequantizing shows a progress bar that no setting turns off.
+    with quiet(), readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
+        with fast_gguf(file, without_vocabulary(header), progress):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                config=_read_gguf_config(file),
+                trust_remote_code=False,  # of files beside this one
+                gguf_file=file.name,
+                dtype=dtype or dequantized_dtype(device),
+                ignore_mismatched_sizes=True,  # reported, and refused below
+                output_loading_info=True,
+            )
+        check_report(file, model, report)
+        _forget_quantizer(model)
+        tokenizer = _read_tokenizer(file, header)
+    return model.to(device).eval() if device else model.eval(), tokenizer
+
+
+def _forget_quantizer(model: PreTrainedModel) -> None:
+    """Its weights are dequantized: it can be saved as any other model, which transformers refuses
+    as long as it counts as quantized."""
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file; no weight is read, and none is checked."""
+    if not file.is_file():
+        raise MissingModelError(f"{file} does not exist; check the path")
+    with quiet(), readable(file, USE_CHECKPOINT), contextlib.redirect_stderr(io.StringIO()):
+        return _read_tokenizer(file, read_header(file))
+
+
+def _read_tokenizer(file: Path, header: Any) -> PreTrainedTokenizerBase:
+    with fast_gguf(file, header):
+        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
+    if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
+        add_begin_of_text(tokenizer, bool(adds.contents()))
+    return tokenizer
+
+
+def dequantized_dtype(device: str | torch.device | None) -> torch.dtype:
+    """bf16 on a GPU, where SDPA has no float32 kernel for grouped-query attention."""
+    return torch.float32 if torch.device(device or "cpu").type == "cpu" else torch.bfloat16
+
+
+def check_gguf(file: Path) -> Any:
+    """The header of a file; refuse what transformers would misread.
+
+    It drops the rope scaling of most architectures silently, and it reads no model without
+    rotation.
+    """
+    if not file.is_file():
+        raise MissingModelError(f"{file} does not exist; check the path")
+    header = read_header(file)
+    for key, field in header.fields.items():
+        scales_rope = key.endswith(".rope.scaling.type") and field.contents() != "none"
+        if scales_rope and not key.startswith("gpt-oss."):
+            raise FarspanError(
+                f"{file.name} scales its rotation ({field.contents()}), and transformers would "
+                f"ignore that; {USE_CHECKPOINT}"
+            )
+        if key.endswith(".block_count"):
+            _check_layer_count(file, field.contents(), [tensor.name for tensor in header.tensors])
+    rotation = header.fields.get("granite.rope.scaling.finetuned")
+    if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
+        raise FarspanError(
+            f"{file.name} is a granite model without rotation, which llama.cpp supports and "
+            f"transformers does not; {USE_CHECKPOINT}"
+        )
+    return header
+
+
+def _check_layer_count(file: Path, layers: int, names: list[str]) -> None:
+    """Refuse a number of layers that does not fit the tensors.
+
+    transformers would make a config of so many layers, and leave out tensors of further ones.
+    """
+    last = max((int(name[1]) for name in map(LAYER_TENSOR.match, names) if name), default=-1)
+    if not last < layers <= max(1, len(names)):
+        raise CorruptError(
+            f"{file} claims {layers} layers and has {len(names)} tensors of {last + 1} layers; "
+            "download or export it again"
+        )
