@@ -1335,7 +1335,7 @@ def test_a_search_that_cannot_be_removed_does_not_spoil_the_patch(tiny, tmp_path
 
 def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp_path, monkeypatch):
     """Another process wrote it and gave its lock back."""
-    prepare = extend_workflow._prepare
+    prepare = extend_workflow.prepare
 
     def prepare_late(*arguments):
         prepared = prepare(*arguments)
@@ -1343,7 +1343,7 @@ def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp
         (tmp_path / "b" / "patch.json").touch()
         return prepared
 
-    monkeypatch.setattr(extend_workflow, "_prepare", prepare_late)
+    monkeypatch.setattr(extend_workflow, "prepare", prepare_late)
     monkeypatch.setattr(extend_workflow, "_fit", lambda *arguments: pytest.fail("it searches"))
     with pytest.raises(FarspanError, match="already exists"):
         extend(tiny / "none", 128, tmp_path / "b", "headscale", data=tiny / "text.txt", recipe=FEW)

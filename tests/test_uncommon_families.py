@@ -21,7 +21,7 @@ from farspan.cli.console import console
 from farspan.errors import FarspanError
 from farspan.formats import fold as fold_module
 from farspan.formats.fold import compare_logits, find_sites, fold, logits
-from farspan.workflows.extend import _check_reads
+from farspan.workflows.extend_prepare import _check_reads
 
 
 def gemma4() -> hf.PreTrainedModel:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +17,34 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention import seam
-from farspan.attention.model_facts import cache_bytes, config_train_length, max_positions
+from farspan.attention.model_facts import cache_bytes
 from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
-from farspan.begin_of_text import BeginOfText, check_choice, decide_begin_of_text
-from farspan.bundled import resolve_bundled
-from farspan.data.documents import read_documents
-from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
-from farspan.device_map import DeviceMap, check_device_map
+from farspan.device_map import DeviceMap
 from farspan.diagnosis.curves import check_losses, mean_before
-from farspan.errors import FarspanError, ProofError, first_line
+from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_accuracy, scored_documents
 from farspan.files import check_absent, new_folder, write_text
 from farspan.lengths import doublings, parse_length
-from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
 from farspan.methods.job import FitJob, loss_by_position
-from farspan.methods.presets import choose_preset, preset_config
 from farspan.methods.registry import (
-    SCALE_METHODS,
     TRAINED_METHODS,
     ExtendConfig,
     candidate_methods,
-    check_compatible,
-    check_start,
-    check_trains_no_weights,
-    check_unused_settings,
     fit_methods,
-    make_fit_job,
     methods_using,
-    parse_methods,
     read_extend_config,
-    search_windows,
-    start_from,
-    unused_settings,
 )
-from farspan.model.loss import last_logits_cpu, token_losses
+from farspan.model.loss import last_logits_cpu
 from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import Progress, Stage, automatic, shows_progress, with_total
 from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.summaries import Plotted, draw
-from farspan.train.metadata import begin_of_text
-from farspan.train.search_text import overlapping, search_text, split_text
 from farspan.train.sharding import processes
 from farspan.workflows.extend_estimate import (
     ExtendEstimate,
@@ -71,14 +52,11 @@ from farspan.workflows.extend_estimate import (
     distillation_cost,
     extension_stages,
 )
-from farspan.workflows.inspect import describe_temperatures
+from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, Say, make_run, prepare
 from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
-
-Data = str | Path | Mapping[str, str | Path]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,43 +92,6 @@ class ExtendResult(Plotted):
 def _(result: ExtendResult) -> Figure:
     title = result.patch.label or result.patch.name
     return figures.loss_curves(result.curves, result.patch.train_length, title)
-
-
-@dataclass(frozen=True, eq=False)
-class _ExtendRun:
-    """What to extend, and with which methods."""
-
-    model: str | Path  # as the user wrote it
-    source: str | Path  # what is loaded: the model, or the base model of a patch
-    start: Patch | None  # the patch
-    names: list[str]
-    config: ExtendConfig
-    preset: str | None  # None: a recipe
-    overrides: tuple[str, ...]
-    position: str | None
-    bos: str
-    device: str
-    device_map: DeviceMap | None
-    trust_remote_code: bool
-    progress: Progress
-    say: Say
-
-    @property
-    def method(self) -> str:
-        return "+".join(self.names)
-
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """A fresh model."""
-        model, tokenizer = load_with_tokenizer(
-            self.source,
-            position=self.position,
-            device=None if self.device_map else self.device,
-            device_map=self.device_map,
-            trust_remote_code=self.trust_remote_code,
-            progress=self.progress,
-        )
-        searches_scales = bool({*SCALE_METHODS, "auto"} & set(self.names))
-        return upcast_small_model(model) if searches_scales else model, tokenizer
 
 
 @renamed_arguments(source="model")
@@ -193,10 +134,10 @@ def extend(
     True
     """
     given = (method, preset, recipe, overrides, position, bos, device, device_map)
-    run = _make_run(model, *given, trust_remote_code, progress, say)
+    run = make_run(model, *given, trust_remote_code, progress, say)
     to = parse_length(to)
     check_output(out := Path(out or f"{Path(str(model)).name}-{to}"))
-    prepared = _prepare(run, data, to, train_length, out)
+    prepared = prepare(run, data, to, train_length, out)
     job = prepared.job
     with search_folder(search_path(out), _search_claim(job, run)), _explained_memory(job, run):
         check_absent(out)  # another process may have written it before this one got the lock
@@ -233,12 +174,12 @@ def estimate_extension(
     31981568
     """
     given = (method, preset, recipe, overrides, position, bos, device, device_map)
-    run = _make_run(model, *given, trust_remote_code, progress, lambda text: None)
-    prepared = _prepare(run, data, parse_length(to), train_length, Path("unused"))
+    run = make_run(model, *given, trust_remote_code, progress, lambda text: None)
+    prepared = prepare(run, data, parse_length(to), train_length, Path("unused"))
     return _estimate(prepared)[0]
 
 
-def _announce(prepared: _Prepared) -> _Prepared:
+def _announce(prepared: Prepared) -> Prepared:
     """Say what the extension will take; its progress then shows the remaining time of it all."""
     estimate, stages = _estimate(prepared)
     run = prepared.run
@@ -248,7 +189,7 @@ def _announce(prepared: _Prepared) -> _Prepared:
     return replace(prepared, run=run, job=job)
 
 
-def _estimate(prepared: _Prepared) -> tuple[ExtendEstimate, list[Stage]]:
+def _estimate(prepared: Prepared) -> tuple[ExtendEstimate, list[Stage]]:
     run, model, job = prepared.run, prepared.model, prepared.job
     candidates = candidate_methods(run.names, prepared.layers, model, job)
     speed = Speed.measure(model, prepared.layers, job, candidates)
@@ -276,222 +217,8 @@ def _estimate(prepared: _Prepared) -> tuple[ExtendEstimate, list[Stage]]:
     return estimate, stages
 
 
-def _make_run(
-    model: Any,
-    method: str,
-    preset: str | None,
-    recipe: ExtendConfig | str | Path | None,
-    overrides: Sequence[str],
-    position: str | None,
-    bos: str,
-    device: str | None,
-    device_map: DeviceMap | None,
-    trust_remote_code: bool,
-    progress: Progress,
-    say: Say,
-) -> _ExtendRun:
-    check_choice(bos)
-    check_device_map(device_map, device)
-    names, device = parse_methods(method), device or str(processes().device)
-    preset = choose_preset(preset, recipe, device)
-    default = preset_config(preset)
-    config = read_extend_config(default if recipe is None else recipe, overrides)
-    check_unused_settings(names, config, default)
-    if device_map:
-        check_trains_no_weights(names, config)
-    source, start = model, find_patch(model)
-    if start is not None:
-        check_start(model, start, names)
-        source = base_source(Path(resolve_bundled(model)), start)
-        position = position or start.position
-    return _ExtendRun(
-        model,
-        source,
-        start,
-        names,
-        config,
-        preset,
-        tuple(overrides),
-        position,
-        bos,
-        device,
-        device_map,
-        trust_remote_code,
-        progress,
-        say,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A loaded and checked model, with its text and its job."""
-
-    run: _ExtendRun
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    layers: Sequence[Layer]
-    splits: Mapping[str, Windows]
-    job: FitJob
-    notes: tuple[str, ...]
-    begin: BeginOfText
-
-
-def _prepare(
-    run: _ExtendRun, data: Data, to: int, train_length: int | None, out: Path
-) -> _Prepared:
-    """Load the model, check that it can be extended so, and cut its text."""
-    advance = run.progress("load and read", 2)
-    model, tokenizer = run.load()
-    if run.start is not None:
-        replace(run.start, scales=None).apply(model)
-    advance()
-    layers = probe(model)  # refuses what no text can run
-    begin = decide_begin_of_text(model, tokenizer, run.bos, run.start)
-    length = _check_lengths(run, model, layers, to, train_length)
-    notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
-    if run.start is not None and run.start.layout is not None:
-        notes = ()  # advice for rotary layers that see everything
-    notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
-    splits = _split_text(data, tokenizer, to, length, run, begin.ids)
-    _check_reads(model, layers, splits["search"].ids[:1])
-    advance()
-    job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
-    if run.start is not None:
-        job = start_from(run.start, job, str(run.model))
-        notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
-    default = preset_config(run.preset)
-    unused = unused_settings(run.names, layers, model, job, run.config, default)
-    return _Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused), begin)
-
-
-def _check_reads(model: PreTrainedModel, layers: Sequence[Layer], ids: Tensor) -> None:
-    """Refuse a model that cannot read so many tokens: positions may come from a table that no
-    parameter shows."""
-    if all(layer.position in ("none", "rope", "alibi", "t5") for layer in layers):
-        return
-    try:
-        token_losses(model, ids.to(model.device))
-    except IndexError as error:
-        raise FarspanError(
-            f"{type(model).__name__} cannot read {ids.shape[1]} tokens ({first_line(error)}): its "
-            "table of positions ends before; such a model cannot be extended beyond its table"
-        ) from error
-
-
-def _make_job(
-    run: _ExtendRun,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    layers: Sequence[Layer],
-    splits: Mapping[str, Windows],
-    to: int,
-    train_length: int,
-    out: Path,
-) -> FitJob:
-    return make_fit_job(
-        model,
-        layers,
-        to,
-        train_length,
-        splits["search"].ids,
-        splits["choose"].ids,
-        name=str(run.model),
-        position=run.position,
-        seed=run.config.seed,
-        folder=search_path(out),
-        tokenizer=tokenizer,
-        begin=tuple(begin_of_text(tokenizer)),
-        progress=run.progress,
-    )
-
-
-def _check_lengths(
-    run: _ExtendRun,
-    model: PreTrainedModel,
-    layers: Sequence[Layer],
-    to: int,
-    train_length: int | None,
-) -> int:
-    """The train length; refuse a target that cannot be reached from it."""
-    source, config_length = run.model, config_train_length(model.config)
-    if run.start is not None:
-        if train_length not in (None, run.start.train_length):
-            raise FarspanError(
-                f"{source} is a patch for a model that was trained on {run.start.train_length} "
-                f"tokens, and --train-length says {train_length}; remove it, or extend its base "
-                "model"
-            )
-        train_length = run.start.train_length
-    length, rows = train_length or config_length, max_positions(model.config, layers)
-    if length is None:
-        raise FarspanError(
-            f"the config of {source} does not give its train length; add --train-length"
-        )
-    if to <= length:
-        raise FarspanError(
-            f"{source} was already trained on {length} tokens; choose a longer --to than that"
-        )
-    window = round(run.config.search.beyond * to)
-    if rows is not None and window > rows:
-        raise FarspanError(
-            f"{source} has {rows} learned positions, and a search for {to} tokens reads "
-            f"{window}; such a model cannot be extended beyond its table"
-        )
-    if "dynamic-ntk" in run.names and length != config_length:
-        # transformers' dynamic rotation reads the length from the config alone.
-        raise FarspanError(
-            f"dynamic-ntk starts at the max_position_embeddings of {source}, {config_length}, "
-            f"whatever --train-length {length} says; remove --train-length, or choose ntk or yarn"
-        )
-    return length
-
-
-def _split_text(
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    to: int,
-    train_length: int,
-    run: _ExtendRun,
-    begin: tuple[int, ...],
-) -> dict[str, Windows]:
-    search_length, searched = search_windows(run.names, run.config, to, train_length)
-    lengths = {"search": search_length, "choose": to, "report": to}
-    limits = {
-        "search": searched,
-        "choose": run.config.choose_windows,
-        "report": run.config.report_windows,
-    }
-    options: dict[str, Any] = {
-        "seed": run.config.seed,
-        "packed": run.config.packed,
-        "begin": begin,
-        "progress": run.progress,
-    }
-    if isinstance(data, str | Path):
-        return split_text(data, tokenizer, lengths, limits, train_length, **options)
-    if set(data) != set(lengths):
-        raise FarspanError(
-            f"the texts are named {', '.join(data)}; give one corpus, or three as search=PATH, "
-            "choose=PATH and report=PATH"
-        )
-    for one, other in combinations(lengths, 2):
-        if overlapping(data[one], data[other]):
-            raise FarspanError(
-                f"{one}={data[one]} and {other}={data[other]} overlap; give three disjoint texts"
-            )
-    search = search_text(
-        data["search"], tokenizer, search_length, searched, train_length, **options
-    )
-    return {"search": search} | {
-        name: cut_windows(
-            read_documents(data[name]), tokenizer, lengths[name], limits[name], begin=begin
-        )
-        for name in ("choose", "report")
-    }
-
-
 @contextmanager
-def _explained_memory(job: FitJob, run: _ExtendRun) -> Iterator[None]:
+def _explained_memory(job: FitJob, run: ExtendRun) -> Iterator[None]:
     """Say which settings save memory if it runs out."""
     try:
         yield
@@ -504,7 +231,7 @@ def _explained_memory(job: FitJob, run: _ExtendRun) -> Iterator[None]:
         ) from error
 
 
-def _search_claim(job: FitJob, run: _ExtendRun) -> str:
+def _search_claim(job: FitJob, run: ExtendRun) -> str:
     """Everything that the result of a search depends on, as text."""
     config, method = run.config, run.method
     no_effect: dict[str, Any] = {"micro_batch": 1, "save_every": 1}
@@ -530,7 +257,7 @@ def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
     )
 
 
-def _fit(prepared: _Prepared, out: Path) -> ExtendResult:
+def _fit(prepared: Prepared, out: Path) -> ExtendResult:
     """Measure, fit, measure again. The model ends up patched; the proof is still missing."""
     run, model, job = prepared.run, prepared.model, prepared.job
     report = prepared.splits["report"].ids
@@ -636,7 +363,7 @@ def _with_absolute_base(patch: Patch, source: str | Path) -> Patch:
     return patch if path == patch.name else replace(patch, name=path, label=patch.name)
 
 
-def _save(result: ExtendResult, prepared: _Prepared) -> ExtendResult:
+def _save(result: ExtendResult, prepared: Prepared) -> ExtendResult:
     """Write the patch folder, which appears only after the proof holds."""
     run, fitted = prepared.run, prepared.model
     run.progress("verify", 1)
@@ -682,7 +409,7 @@ def _is_identity(patch: Patch) -> bool:
     return no_scales and patch.rope is None and patch.layout is None and not patch.weights
 
 
-def _write_record(folder: Path, result: ExtendResult, prepared: _Prepared) -> None:
+def _write_record(folder: Path, result: ExtendResult, prepared: Prepared) -> None:
     run, job, curves = prepared.run, prepared.job, result.curves
     style.save(
         figures.loss_curves(curves, job.train_length, str(job.name)), folder / "before_after"

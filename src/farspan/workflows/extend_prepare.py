@@ -1,0 +1,298 @@
+"""What `farspan extend` reads and checks before it fits: settings, model, lengths, text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from farspan.attention.model_facts import config_train_length, max_positions
+from farspan.attention.patch import Patch
+from farspan.attention.probe import Layer, probe
+from farspan.begin_of_text import BeginOfText, check_choice, decide_begin_of_text
+from farspan.bundled import resolve_bundled
+from farspan.data.documents import read_documents
+from farspan.data.windows import Windows, cut_windows
+from farspan.device_map import DeviceMap, check_device_map
+from farspan.errors import FarspanError, first_line
+from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
+from farspan.methods.job import FitJob
+from farspan.methods.presets import choose_preset, preset_config
+from farspan.methods.registry import (
+    SCALE_METHODS,
+    ExtendConfig,
+    check_compatible,
+    check_start,
+    check_trains_no_weights,
+    check_unused_settings,
+    make_fit_job,
+    parse_methods,
+    read_extend_config,
+    search_windows,
+    start_from,
+    unused_settings,
+)
+from farspan.model.loss import token_losses
+from farspan.progress import Progress
+from farspan.train.metadata import begin_of_text
+from farspan.train.search_text import overlapping, search_text, split_text
+from farspan.train.sharding import processes
+from farspan.workflows.inspect import describe_temperatures
+from farspan.workflows.search_folder import search_path
+
+Data = str | Path | Mapping[str, str | Path]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class ExtendRun:
+    """What to extend, and with which methods."""
+
+    model: str | Path  # as the user wrote it
+    source: str | Path  # what is loaded: the model, or the base model of a patch
+    start: Patch | None  # the patch
+    names: list[str]
+    config: ExtendConfig
+    preset: str | None  # None: a recipe
+    overrides: tuple[str, ...]
+    position: str | None
+    bos: str
+    device: str
+    device_map: DeviceMap | None
+    trust_remote_code: bool
+    progress: Progress
+    say: Say
+
+    @property
+    def method(self) -> str:
+        return "+".join(self.names)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A fresh model."""
+        model, tokenizer = load_with_tokenizer(
+            self.source,
+            position=self.position,
+            device=None if self.device_map else self.device,
+            device_map=self.device_map,
+            trust_remote_code=self.trust_remote_code,
+            progress=self.progress,
+        )
+        searches_scales = bool({*SCALE_METHODS, "auto"} & set(self.names))
+        return upcast_small_model(model) if searches_scales else model, tokenizer
+
+
+def make_run(
+    model: Any,
+    method: str,
+    preset: str | None,
+    recipe: ExtendConfig | str | Path | None,
+    overrides: Sequence[str],
+    position: str | None,
+    bos: str,
+    device: str | None,
+    device_map: DeviceMap | None,
+    trust_remote_code: bool,
+    progress: Progress,
+    say: Say,
+) -> ExtendRun:
+    check_choice(bos)
+    check_device_map(device_map, device)
+    names, device = parse_methods(method), device or str(processes().device)
+    preset = choose_preset(preset, recipe, device)
+    default = preset_config(preset)
+    config = read_extend_config(default if recipe is None else recipe, overrides)
+    check_unused_settings(names, config, default)
+    if device_map:
+        check_trains_no_weights(names, config)
+    source, start = model, find_patch(model)
+    if start is not None:
+        check_start(model, start, names)
+        source = base_source(Path(resolve_bundled(model)), start)
+        position = position or start.position
+    return ExtendRun(
+        model,
+        source,
+        start,
+        names,
+        config,
+        preset,
+        tuple(overrides),
+        position,
+        bos,
+        device,
+        device_map,
+        trust_remote_code,
+        progress,
+        say,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A loaded and checked model, with its text and its job."""
+
+    run: ExtendRun
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    layers: Sequence[Layer]
+    splits: Mapping[str, Windows]
+    job: FitJob
+    notes: tuple[str, ...]
+    begin: BeginOfText
+
+
+def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: Path) -> Prepared:
+    """Load the model, check that it can be extended so, and cut its text."""
+    advance = run.progress("load and read", 2)
+    model, tokenizer = run.load()
+    if run.start is not None:
+        replace(run.start, scales=None).apply(model)
+    advance()
+    layers = probe(model)  # refuses what no text can run
+    begin = decide_begin_of_text(model, tokenizer, run.bos, run.start)
+    length = _check_lengths(run, model, layers, to, train_length)
+    notes = check_compatible(run.names, layers, model.config, str(run.model), run.config)
+    if run.start is not None and run.start.layout is not None:
+        notes = ()  # advice for rotary layers that see everything
+    notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
+    splits = _split_text(data, tokenizer, to, length, run, begin.ids)
+    _check_reads(model, layers, splits["search"].ids[:1])
+    advance()
+    job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
+    if run.start is not None:
+        job = start_from(run.start, job, str(run.model))
+        notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
+    default = preset_config(run.preset)
+    unused = unused_settings(run.names, layers, model, job, run.config, default)
+    return Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused), begin)
+
+
+def _check_reads(model: PreTrainedModel, layers: Sequence[Layer], ids: Tensor) -> None:
+    """Refuse a model that cannot read so many tokens: positions may come from a table that no
+    parameter shows."""
+    if all(layer.position in ("none", "rope", "alibi", "t5") for layer in layers):
+        return
+    try:
+        token_losses(model, ids.to(model.device))
+    except IndexError as error:
+        raise FarspanError(
+            f"{type(model).__name__} cannot read {ids.shape[1]} tokens ({first_line(error)}): its "
+            "table of positions ends before; such a model cannot be extended beyond its table"
+        ) from error
+
+
+def _make_job(
+    run: ExtendRun,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: Sequence[Layer],
+    splits: Mapping[str, Windows],
+    to: int,
+    train_length: int,
+    out: Path,
+) -> FitJob:
+    return make_fit_job(
+        model,
+        layers,
+        to,
+        train_length,
+        splits["search"].ids,
+        splits["choose"].ids,
+        name=str(run.model),
+        position=run.position,
+        seed=run.config.seed,
+        folder=search_path(out),
+        tokenizer=tokenizer,
+        begin=tuple(begin_of_text(tokenizer)),
+        progress=run.progress,
+    )
+
+
+def _check_lengths(
+    run: ExtendRun,
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    to: int,
+    train_length: int | None,
+) -> int:
+    """The train length; refuse a target that cannot be reached from it."""
+    source, config_length = run.model, config_train_length(model.config)
+    if run.start is not None:
+        if train_length not in (None, run.start.train_length):
+            raise FarspanError(
+                f"{source} is a patch for a model that was trained on {run.start.train_length} "
+                f"tokens, and --train-length says {train_length}; remove it, or extend its base "
+                "model"
+            )
+        train_length = run.start.train_length
+    length, rows = train_length or config_length, max_positions(model.config, layers)
+    if length is None:
+        raise FarspanError(
+            f"the config of {source} does not give its train length; add --train-length"
+        )
+    if to <= length:
+        raise FarspanError(
+            f"{source} was already trained on {length} tokens; choose a longer --to than that"
+        )
+    window = round(run.config.search.beyond * to)
+    if rows is not None and window > rows:
+        raise FarspanError(
+            f"{source} has {rows} learned positions, and a search for {to} tokens reads "
+            f"{window}; such a model cannot be extended beyond its table"
+        )
+    if "dynamic-ntk" in run.names and length != config_length:
+        # transformers' dynamic rotation reads the length from the config alone.
+        raise FarspanError(
+            f"dynamic-ntk starts at the max_position_embeddings of {source}, {config_length}, "
+            f"whatever --train-length {length} says; remove --train-length, or choose ntk or yarn"
+        )
+    return length
+
+
+def _split_text(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    to: int,
+    train_length: int,
+    run: ExtendRun,
+    begin: tuple[int, ...],
+) -> dict[str, Windows]:
+    search_length, searched = search_windows(run.names, run.config, to, train_length)
+    lengths = {"search": search_length, "choose": to, "report": to}
+    limits = {
+        "search": searched,
+        "choose": run.config.choose_windows,
+        "report": run.config.report_windows,
+    }
+    options: dict[str, Any] = {
+        "seed": run.config.seed,
+        "packed": run.config.packed,
+        "begin": begin,
+        "progress": run.progress,
+    }
+    if isinstance(data, str | Path):
+        return split_text(data, tokenizer, lengths, limits, train_length, **options)
+    if set(data) != set(lengths):
+        raise FarspanError(
+            f"the texts are named {', '.join(data)}; give one corpus, or three as search=PATH, "
+            "choose=PATH and report=PATH"
+        )
+    for one, other in combinations(lengths, 2):
+        if overlapping(data[one], data[other]):
+            raise FarspanError(
+                f"{one}={data[one]} and {other}={data[other]} overlap; give three disjoint texts"
+            )
+    search = search_text(
+        data["search"], tokenizer, search_length, searched, train_length, **options
+    )
+    return {"search": search} | {
+        name: cut_windows(
+            read_documents(data[name]), tokenizer, lengths[name], limits[name], begin=begin
+        )
+        for name in ("choose", "report")
+    }
