@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, required=True, help="tokens of a window")
     parser.add_argument("--shortest", type=int, help="default: an eighth of the train length")
     parser.add_argument("--windows", type=int, default=64, help="of each text")
-    parser.add_argument("--scored", type=int, default=512, help="tokens at the end of a window")
+    parser.add_argument("--scored", type=int, help="tokens at the end; default: at most 512")
     parser.add_argument("--slopes", type=float, nargs="*", default=[], help="beside the patch")
     parser.add_argument("--keys", type=int, default=20, help="passkeys at each of 10 depths")
     parser.add_argument("--group", help="the tables of docs/results that show this group")
@@ -55,6 +55,7 @@ def main() -> None:
     base, tokenizer = farspan.load(patch.name, dtype=dtype, device=device)
     model, _ = farspan.load(args.patch, dtype=dtype, device=device)
     contexts = doublings(args.shortest or patch.train_length // 8, args.longest)
+    args.scored = args.scored or min(512, contexts[0] // 2)
     inside = [context for context in contexts if context <= patch.train_length]
     windows = torch.cat(
         [
