@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import flash_attention_mask
 
 from families import FAMILIES, Family, tokens
-from farspan.attention import seam
+from farspan.attention import backends, seam
 from farspan.attention.backends import visible_keys
 from farspan.attention.layout import Layout
 from farspan.attention.patch import set_layout
@@ -229,3 +229,16 @@ def test_refuses_backends_whose_masks_are_unknown(monkeypatch):
         monkeypatch.setattr(model.config, "_attn_implementation_internal", name)
         with pytest.raises(FarspanError, match=f"'{name}', whose mask does not show.*load it with"):
             seam.install(model)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 5), (5, 5), (2, 5)])
+def test_observers_get_no_mask_from_flash_where_causal_order_says_it_all(
+    queries, keys, monkeypatch
+):
+    monkeypatch.setattr(backends, "is_flash", lambda module: True)
+    q, k = torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2)
+    mask = backends.tensor_mask(torch.nn.Identity(), q, k, None, None)
+    if queries in (1, keys):
+        assert mask is None
+    else:  # the last query is at the last key
+        assert mask.tolist() == [[[[True] * 4 + [False], [True] * 5]]]

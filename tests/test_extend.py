@@ -1751,3 +1751,28 @@ def test_torchrun_gives_the_patch_of_one_process(model, method, settings, tiny, 
         for name, weight in one.weights.items():
             assert torch.allclose(weight, two.weights[name], atol=1e-5), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("init", "starts"), [(0.0, [0.0, 1.3]), (1.1, [1.1, 1.1])])
+def test_searches_of_auto_start_from_the_best_uniform_scale(init, starts, monkeypatch):
+    """With the steps of Wang 2024, unless a start is set."""
+    model, seen = BY_NAME["farspan-none"].build(), []
+    job = job_for(model)
+
+    def fit(model, job, config, names):
+        seen.append(config.search.init)
+        return job.patch(names[0], scales=job.uniform(1.3))
+
+    monkeypatch.setattr(registry, "candidate_methods", lambda *_: ["uniform", "headscale"])
+    monkeypatch.setattr(registry, "_fit_in_turn", fit)
+    search = SearchConfig(steps=2, init=init)
+    registry._fit_best(model, probe(model), job, ExtendConfig(search=search))
+    assert seen == pytest.approx(starts)
+
+
+def test_uniform_counts_every_scale_that_it_measures():
+    model, advanced = BY_NAME["farspan-none"].build(), []
+    job = job_for(model, progress=lambda label, total: lambda count, note: advanced.append(count))
+    uniform(model, job)
+    assert len(advanced) >= len(uniform_module.COARSE)
+    assert set(advanced) == {1}

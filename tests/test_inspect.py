@@ -333,6 +333,22 @@ def test_neighboring_rows_of_a_table_are_positions():
     assert not probe_module._counts_up(table, torch.zeros(1, 3, 8)), "of another width"
 
 
+def test_the_first_layer_is_that_of_the_list_with_the_attention():
+    towers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+    layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+    model = torch.nn.ModuleDict({"towers": towers, "layers": layers})
+    assert probe_module._first_layer(model, layers[1][0]) is layers[0]
+    alone = torch.nn.Linear(2, 2)
+    assert probe_module._first_layer(model, alone) is alone
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_a_change_is_one_relative_to_the_largest_value(size):
+    states = torch.tensor([1.0, -0.5]) * size
+    assert probe_module._changed(states, states * (1 + 2e-4))
+    assert not probe_module._changed(states, states * (1 + 5e-5))
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_added_rotation_follows_the_place_and_not_the_hidden_states(adds, monkeypatch):
     """Rotation that a layout adds ignores position ids: hidden states in reverse show it."""

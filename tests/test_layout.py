@@ -13,6 +13,7 @@ import transformers as hf
 from transformers import DynamicCache, StaticCache
 
 from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import layout as layout_module
 from farspan.attention import patch as patch_module
 from farspan.attention import probe as probe_module
 from farspan.attention import seam
@@ -612,3 +613,24 @@ def test_swan_layouts_of_stock_smollm3_match(tmp_path):
     with torch.no_grad():
         expected = stock(ids, use_cache=False).logits
         assert (llama(ids, use_cache=False).logits - expected).abs().max() < 1e-5
+
+
+def test_a_compiled_graph_applies_the_window_to_the_keys_that_the_cache_holds(monkeypatch):
+    """The mask is wider than a cache that holds the last keys only."""
+    causal = torch.ones(3, 8, dtype=torch.bool).tril(5)[None, None]
+    eager = layout_module._window_of_mask(causal, 5, 4)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    start, mask = layout_module._window_of_mask(causal, 5, 4)
+    assert start == 0
+    assert torch.equal(mask[..., eager[0] :], eager[1])
+    places = torch.arange(2, 5)  # of three queries at the end of five keys
+    distance = places[:, None] - torch.arange(5)
+    assert torch.equal(mask[0, 0], (distance >= 0) & (distance < 4))
+
+
+def test_a_cache_gets_the_layers_that_the_config_does_not_count(monkeypatch):
+    model = family_named("llama").build()
+    set_layout(model, windowed(model, 4))
+    monkeypatch.setattr(seam, "DynamicCache", lambda config: DynamicCache())
+    windows = [layer.sliding_window for layer in seam.make_cache(model).layers]
+    assert windows == [4] * model.config.num_hidden_layers

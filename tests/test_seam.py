@@ -363,6 +363,8 @@ def test_refuses_scales_of_another_model():
         seam.install(model, Scales.uniform(1.2, (0, 7), 4))
     with pytest.raises(FarspanError, match="8 heads, but layer 0 has 4"):
         seam.install(model, Scales.uniform(1.2, range(4), 8))
+    with pytest.raises(FarspanError, match="8 heads, but layer 2 has 4"):
+        seam.install(model, Scales.uniform(1.2, (2,), 8))
     assert not seam.installed(model)
 
 

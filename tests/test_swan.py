@@ -1122,6 +1122,7 @@ def test_the_slope_that_retrieves_best_among_those_that_cost_little():
     assert swan_module.best_slope(losses, 0.005) == 0.2, "0.3 costs too much"
     assert swan_module.best_slope(losses, 0.03) == 0.3
     assert swan_module.best_slope({0.0: (3.5, 0.2), 0.1: (3.5, 0.3)}, 0.005) == 0.0
+    assert swan_module.best_slope({0.0: (3.5, 0.2), 0.1: (3.75, 0.1)}, 0.25) == 0.1, "just as much"
 
 
 def test_sharpening_measures_every_slope_and_scales_by_the_chosen_one(monkeypatch):
