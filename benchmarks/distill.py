@@ -60,7 +60,7 @@ class Distillation:
 
     def __post_init__(self):
         self.layers = probe(self.model)
-        self.loss = DistillModule(self.model, self.teacher)
+        self.loss = DistillModule(self.model, self.teacher, answers=0.0)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), 1e-4, fused=self.model.device.type == "cuda"
         )

@@ -1776,3 +1776,11 @@ def test_uniform_counts_every_scale_that_it_measures():
     uniform(model, job)
     assert len(advanced) >= len(uniform_module.COARSE)
     assert set(advanced) == {1}
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(3, 3), (0, tuning_module.FAIR_STEPS)])
+def test_tuning_takes_its_steps_or_those_of_a_search(steps, taken, monkeypatch):
+    model, plans = BY_NAME["llama"].build(), []
+    monkeypatch.setattr(tuning_module, "train_weights", lambda *given: plans.append(given[-1]))
+    tuning_module.tune_weights(model, job_for(model), "yarn", TuningConfig(steps=steps))
+    assert plans[0].steps == taken

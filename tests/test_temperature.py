@@ -248,3 +248,11 @@ def test_a_model_that_cannot_be_measured_is_reported():
     inspection = farspan.inspect(model)
     assert inspection.temperature is None
     assert any("built-in temperature is unknown" in warning for warning in inspection.warnings)
+
+
+def test_the_norms_of_all_heads_are_read():
+    model = next(family for family in FAMILIES if family.name == "llama").build()
+    layers = probe(model)
+    norms = temperature_module._norm_reader(model, layers)(3)
+    assert norms.shape == (len(layers), layers[0].heads)
+    assert len(set(norms[0].tolist())) == layers[0].heads, "heads of random weights differ"

@@ -41,7 +41,7 @@ class DistillModule(nn.Module):
     The teacher is no submodule, so it is neither trained nor saved nor distributed.
     """
 
-    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float = 0.0):
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float):
         super().__init__()
         self.model, self.answers = model, answers
         self._teacher = (teacher,)
