@@ -312,10 +312,11 @@ def test_dynamic_rope_does_not_depend_on_earlier_longer_texts(tokenizer, data):
 
 def test_out_of_memory_halves_the_batch_and_the_cpu_runs_single_items(monkeypatch, data):
     batches: list[int] = []
+    most = 2
 
     def run(self, cell, model, tokenizer, batch):
         batches.append(batch)
-        if batch > 2:
+        if batch > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return [{"batch": batch}]
 
@@ -327,6 +328,11 @@ def test_out_of_memory_halves_the_batch_and_the_cpu_runs_single_items(monkeypatc
     assert batches == [8, 4, 2]
     assert evaluation.run(evaluation.cells()[0], cpu, None) == [{"batch": 1}]
     assert batches[3:] == [1], "items do not depend on each other"
+    most = 1
+    assert evaluation.run(evaluation.cells()[0], gpu, None) == [{"batch": 1}]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluation.run(evaluation.cells()[0], gpu, None)
 
 
 def test_missing_harness_raises_an_error_with_install_instructions(monkeypatch, data):

@@ -450,6 +450,10 @@ def test_token_ids_must_fit_their_type(tmp_path, monkeypatch):
     write_lines(tmp_path / "mine.jsonl", rows)
     with pytest.raises(FarspanError, match=r"the tasks have \d+ different words; use at most 700"):
         read_study(write_recipe(tmp_path, LINES))
+    monkeypatch.undo()
+    words = len(read_study(write_recipe(tmp_path, LINES)).tokenizer)
+    monkeypatch.setattr(lab_study, "MAX_WORDS", words)
+    assert len(read_study(write_recipe(tmp_path, LINES)).tokenizer) == words, "no more than allowed"
 
 
 # Released files.

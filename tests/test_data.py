@@ -786,6 +786,7 @@ def test_long_text_has_the_same_tokens_in_pieces(kind, tokenizer, monkeypatch):
     text = " ".join(words)
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     sizes = []
+    assert tokens.PIECE * 500 <= 1 << 30, "memory holds a piece"
     monkeypatch.setattr(tokens, "PIECE", 500)
     monkeypatch.setattr(tokens, "CONTEXT", 40)
 

@@ -343,6 +343,12 @@ def test_a_refusal_names_its_cause(status, text, body, sentence, monkeypatch):
     assert sentence in str(CLIENT._refusal(status, text, body))
 
 
+@pytest.mark.parametrize("message", ["Connection refused", ""])
+def test_a_server_out_of_reach_is_named_with_the_cause(message):
+    failure = CLIENT._failure(OSError(message), 1)
+    assert f"cannot be reached ({message or 'OSError'}; 1 attempt)" in str(failure)
+
+
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "b"]])
 def test_the_only_served_model_needs_no_name(names):
     client = SimpleNamespace(url="http://x/v1", models=lambda: [{"id": name} for name in names])
@@ -485,6 +491,18 @@ def test_a_begin_of_text_token_is_in_a_text_once(adds_begin, begins, twin):
     engine = Engine(client, tokenizer, MODEL, "completions", False, adds_begin)
     text = engine._prompt([tokenizer.bos_token_id, *tokenizer("The sky")["input_ids"]])
     assert text == tokenizer.bos_token * begins + "The sky"
+
+
+@pytest.mark.parametrize("added", [0, 1])
+def test_a_server_begins_texts_if_it_counts_one_token_more(added, twin):
+    def post(path, body):
+        prompt, text = body["prompt"], isinstance(body["prompt"], str)
+        count = len(twin[1](prompt)["input_ids"]) + added if text else len(prompt)
+        return {"usage": {"prompt_tokens": count}}
+
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    engine = Engine(client, twin[1], MODEL, "completions", False, False)
+    assert engine._probe() == (True, bool(added))
 
 
 @pytest.mark.parametrize("begins", [False, True])

@@ -336,6 +336,17 @@ def test_requested_lengths_are_not_cut_to_the_text(tiny):
     with pytest.raises(FarspanError, match="no document of a has 1000000 tokens"):
         build(model, plan)
     assert build(model, replace(plan, lengths_requested=False)).lengths == (256,)
+    none_fits = replace(plan, lengths=(10**6, 10**7), lengths_requested=False)
+    with pytest.raises(FarspanError, match="no document of a has 1000000 tokens"):
+        build(model, none_fits)
+
+
+@pytest.mark.parametrize(("preset", "keys"), [("quick", 1), ("full", 2)])
+def test_the_preset_decides_the_passkeys_at_each_depth(tiny, preset, keys):
+    model = load_eval_model(tiny / "none", {})
+    *_, build = SUITES["quick"].builds
+    config = EvalConfig((256,), preset=preset)
+    assert build(model, make_plan(model, SUITES["quick"], config, {})).keys == keys
 
 
 def test_modes_of_perplexity_follow_the_suite_unless_one_is_chosen(tiny, tmp_path):

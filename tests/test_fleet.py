@@ -284,6 +284,12 @@ def test_shared_widths_minimize_cost(widths, pass_cost):
     assert cost(shared) == pytest.approx(min(map(cost, choices)))
 
 
+def test_inputs_are_padded_to_the_next_multiple():
+    """A row's input has all tokens but the last."""
+    inputs = [fleet_module.padded_width(longest) - 1 for longest in (1, 2, 8, 9, 10, 17, 18)]
+    assert inputs == [0, 8, 8, 8, 16, 16, 24]
+
+
 def test_buckets_hold_every_row_once_and_pad_little():
     data = rows(41, 0, longest=21)
     buckets = fleet_training._make_buckets([data, rows(17, 1), data], 4, torch.device("cpu"))

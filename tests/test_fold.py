@@ -112,6 +112,13 @@ def test_refuses_schedules_and_models_on_the_seam():
         fold(model, Scales.uniform(1.2, range(4), 4))
 
 
+@pytest.mark.parametrize(("difference", "holds"), [(0.0, True), (0.25, True), (0.2500001, False)])
+def test_a_proof_holds_up_to_its_tolerance(difference, holds):
+    tolerance = min(difference, 0.25)
+    proof = fold_module.LogitProof(8, difference, kl=0.0, same_argmax=1.0, tolerance=tolerance)
+    assert proof.holds == holds
+
+
 def test_failed_fold_restores_the_weights(monkeypatch):
     model = FAMILIES[0].build()
     before = copy.deepcopy(model.state_dict())

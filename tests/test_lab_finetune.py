@@ -215,6 +215,16 @@ def test_invalid_usage_is_one_sentence(capsys, monkeypatch, tmp_path, arguments,
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("train_examples", 1), ("test_examples", 2), ("steps", 1), ("batch", 1), ("seed", 0)],
+)
+def test_numbers_are_taken_from_the_least_one_on(name, least):
+    assert getattr(replace(CONFIG, **{name: least}), name) == least
+    with pytest.raises(FarspanError, match=f"{name} is {least - 1}; set it to {least} or more"):
+        replace(CONFIG, **{name: least - 1})
+
+
 def test_ranges_need_one_length_of_the_released_data():
     """Of PCFG SET, which has examples of 32 functions and none of 31, 33 or 34."""
     config = replace(CONFIG, task="pcfg", train_lengths="31:32", even_lengths=False)

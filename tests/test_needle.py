@@ -238,11 +238,15 @@ def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
     evaluation = Needle((300,), tasks=("single",), samples=3, batch=2)
     evaluation.run(evaluation.cells()[0], small_model(600), tokenizer)
     assert sizes == [1, 1, 1]
+    lengths: list[int] = []
     monkeypatch.setattr(
-        answers, "rows_per_batch", lambda model, length, requested: requested
+        answers,
+        "rows_per_batch",
+        lambda model, length, requested: (lengths.append(length), requested)[1],
     )  # as on a GPU
     evaluation.run(evaluation.cells()[0], small_model(600), tokenizer)
     assert sizes[3:] == [2, 1]
+    assert lengths == [300], "memory is for prompts and their answers"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])

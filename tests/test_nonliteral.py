@@ -141,6 +141,16 @@ def test_only_solved_tasks_are_reported(server, tmp_path):
     assert record["notes"] == list(result.notes)
 
 
+@pytest.mark.parametrize(("right", "solved"), [(6, set()), (7, {"place"})])
+def test_a_task_is_solved_by_seven_of_ten_right_answers(right, solved):
+    samples = [
+        {"task": "place", "length": length, "score": float(number < right)}
+        for number in range(10)
+        for length in (SHORT, 512)
+    ]
+    assert NonLiteral((512,)).solved(samples) == solved
+
+
 def test_a_model_without_the_facts_has_no_scores_beyond(server, tmp_path):
     server.tasks = ()
     result = measure(server, tmp_path / "out", lengths=(512,))

@@ -191,13 +191,15 @@ def test_rows_too_short_for_facts_stay_unchanged():
 
 
 def test_facts_that_leave_one_token_of_a_row_are_put_in():
-    maker = FactRows(CharacterTokenizer())
+    maker, starts = FactRows(CharacterTokenizer()), set()
     for seed in range(5):
         rows = [
             maker.row(FILLER[:length], np.random.default_rng(seed))[0] for length in range(40, 127)
         ]
         changed = [row for row in rows if ord("~") in row and row.unique().numel() > 1]
         assert text_of(changed[0]).count("~") == 1, "in the shortest row that holds a fact"
+        starts.add(text_of(changed[0])[0])
+    assert starts - {"~"}, "a fact may begin a row"
 
 
 def test_facts_share_nothing_with_the_evaluations():

@@ -115,6 +115,8 @@ def test_samples_stay_within_their_share_of_the_page(monkeypatch):
         (f"{'a ' * 80}42{' b' * 80}", ["42"], f"…{'a ' * 30}42{' b' * 59}…"),
         (f"1 {'x ' * 200}2", ["2", "1"], f"1{' x' * 59} … …{'x ' * 30}2"),
         ("1 2 3", ["3", "1"], "1 2 3"),
+        (f"1{'x' * 179}2", ["1", "2"], f"1{'x' * 179}2"),  # the two pieces touch
+        (f"1{'x' * 180}2", ["1", "2"], f"1{'x' * 119}… …{'x' * 60}2"),
     ],
 )
 def test_the_text_around_answers_is_kept(text, answers, expected):

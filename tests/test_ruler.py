@@ -543,6 +543,9 @@ def test_the_average_says_of_how_many_tasks_it_is(files):
     assert strict["average_of_11", "effective_length", 8192].value == 4096
     assert strict["average_of_11", "effective_length", 8192].tags["threshold"] == 96
     assert Ruler((4096,)).threshold == 85.6
+    for tasks in (("vt",), ("vt", "cwe")):
+        part = Ruler((4096, 8192), tasks, 3)
+        assert {score.key for score in scores_of(part, answer).values()} == set(part.score_keys())
     whole = scores_of(Ruler((4096,), TASKS, 3, **files), answer)
     assert whole["average_of_13", "string_match", 4096].n == 39
     assert whole["qa_1", "string_match", 4096].tags["haystack"] == "squad.json"

@@ -463,6 +463,12 @@ def test_splits_of_lengths_whose_count_overflows_a_float():
     assert [len(split) for split in splits] == [4, 2, 2]
 
 
+@pytest.mark.parametrize("shortest", [8, 9])
+def test_test_lengths_may_begin_after_the_train_lengths(shortest, caplog):
+    make_splits(TASKS["copy"], 5, 5, seed=0, train=(2, 8), test=(shortest, 12))
+    assert ("are not all longer" in caplog.text) == (shortest == 8)
+
+
 def test_overlapping_test_lengths_are_warned_of(caplog):
     splits = make_splits(TASKS["copy"], 50, 50, seed=0, train=(2, 8), test=(5, 12))
     assert "are not all longer" in caplog.text

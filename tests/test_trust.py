@@ -282,6 +282,7 @@ def test_a_stray_or_damaged_claim_stops_no_process(name, content, claimable, tmp
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    assert documents.MAX_LINE <= 1 << 30, "memory holds a line"
     monkeypatch.setattr(documents, "MAX_LINE", 1000)
     file = tmp_path / "a.jsonl.xz"
     file.write_bytes(lzma.compress(b'{"text": "a"}\n' + b" " * 1_000_000))
