@@ -15,6 +15,7 @@ from farspan.evals.pairs import PairedDifference, paired_differences
 from farspan.evals.passkey import Passkey
 from farspan.evals.results import EvalResult
 from farspan.evals.ruler import Ruler
+from farspan.evals.scores import bootstrap
 from farspan.workflows.compare import compare
 from farspan.workflows.evaluate import _write
 
@@ -137,6 +138,23 @@ def test_losses_are_weighted_by_their_tokens():
     own = [{**first, "nll": 20.0}, {**second, "nll": 30.0}]
     other = [{**first, "nll": 10.0}, {**second, "nll": 30.0}]
     assert paired_differences(own, other)["perplexity", "t", 64].value == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("documents", [7, 8])
+def test_intervals_of_losses_are_over_documents_if_there_are_eight(documents):
+    """With fewer they are over windows, as those of perplexity."""
+    windows = [
+        {"eval": "perplexity", "task": "t", "length": 64, "document": f"{number}", "end": end}
+        for number in range(documents)
+        for end in (64, 128, 192)
+    ]
+    own = [{**window, "scored": 10, "nll": float(window["document"])} for window in windows]
+    other = [{**window, "scored": 10, "nll": 0.0} for window in windows]
+    values = [sample["nll"] / 10 for sample in own]
+    groups = [sample["document"] for sample in own] if documents == 8 else None
+    difference = paired_differences(own, other)["perplexity", "t", 64]
+    _, low, high = bootstrap(values, groups=groups)
+    assert (difference.low, difference.high) == pytest.approx((low, high))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ import os
 import pickle
 import random
 from collections import Counter
+from concurrent.futures import Future
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,6 +220,23 @@ def test_packing_with_two_processes_writes_the_same_bytes(
     assert len(totals) > 2
     assert totals == sorted(totals)
     assert totals[-1] == packed.tokens
+
+
+def test_two_batches_for_each_process_are_in_flight(monkeypatch):
+    """More would take more memory, and with fewer a process could wait."""
+    submitted: list[int] = []
+
+    def submit(encode, batch) -> Future:
+        submitted.append(batch)
+        future: Future = Future()
+        future.set_result(batch)
+        return future
+
+    pool = SimpleNamespace(submit=submit, shutdown=lambda cancel_futures: None)
+    monkeypatch.setattr(shards, "ProcessPoolExecutor", lambda *options: pool)
+    results = enumerate(shards._encode_batches(range(10), None, processes=3))
+    ahead = [(len(submitted) - number, result) for number, result in results]
+    assert ahead == list(zip([6] * 5 + [5, 4, 3, 2, 1], range(10), strict=True))
 
 
 def test_every_shard_ends_with_the_document_that_fills_it(tokenizer, tmp_path):

@@ -185,7 +185,8 @@ def test_attended_distance_counts_the_most_attended_token_of_each_query(ids, sta
     assert (fractions > 0).sum() > 2 * HEADS, "heads attend to more than one distance"
 
 
-def test_attended_distance_computes_no_more_weights_at_once_than_allowed(ids, monkeypatch):
+@pytest.mark.parametrize("measure", [attended_distance, mass_by_distance])
+def test_no_more_weights_are_computed_at_once_than_allowed(measure, ids, monkeypatch):
     sizes: list[int] = []
 
     def counting(scores, first, last):
@@ -196,7 +197,7 @@ def test_attended_distance_computes_no_more_weights_at_once_than_allowed(ids, mo
     monkeypatch.setattr(distance_module, "attention_weights", counting)
     queries = ids.shape[1]
     budget = 3 * len(ids) * HEADS * queries
-    attended_distance(model("rope", 2), [ids], budget=budget)
+    measure(model("rope", 2), [ids], budget=budget)
     assert max(sizes) <= budget
     assert len(sizes) == 2 * -(-queries // 3), "three rows at a time in each of two layers"
 

@@ -494,15 +494,18 @@ def test_a_begin_of_text_token_is_in_a_text_once(adds_begin, begins, twin):
 
 
 @pytest.mark.parametrize("added", [0, 1])
-def test_a_server_begins_texts_if_it_counts_one_token_more(added, twin):
+@pytest.mark.parametrize("takes_tokens", [True, False])
+def test_a_server_begins_texts_if_it_counts_one_token_more(takes_tokens, added, twin):
     def post(path, body):
         prompt, text = body["prompt"], isinstance(body["prompt"], str)
+        if not (text or takes_tokens):
+            raise engine_http.RefusedError("prompt must be a string")
         count = len(twin[1](prompt)["input_ids"]) + added if text else len(prompt)
         return {"usage": {"prompt_tokens": count}}
 
     client = SimpleNamespace(url="http://localhost:1/v1", post=post)
     engine = Engine(client, twin[1], MODEL, "completions", False, False)
-    assert engine._probe() == (True, bool(added))
+    assert engine._probe() == (takes_tokens, bool(added))
 
 
 @pytest.mark.parametrize("begins", [False, True])

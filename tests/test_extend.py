@@ -52,6 +52,7 @@ from farspan.methods.uniform import fit_log, full_grid, slope_interval, uniform
 from farspan.model.loss import mean_loss, token_losses
 from farspan.report import style
 from farspan.train.loop import PlateauRule
+from farspan.train.optim import learning_rate
 from farspan.train.steps import EagerSteps
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows import search_folder
@@ -144,6 +145,9 @@ def test_search_best_finds_the_minimum_to_its_step():
         assert minimum == pytest.approx(round(best, 2), abs=0.0051)
         assert len(losses) < 40
         assert all(abs(value * 100 - round(value * 100)) < 1e-6 for value in losses)
+    for slope, end in ((1, 1.0), (-1, 2.0)):
+        minimum, _ = search_best(lambda value, slope=slope: slope * value, (1.0, 2.0), 0.25)
+        assert minimum == end, "the ends of the grid count"
     with pytest.raises(FarspanError, match="no scale gives a finite loss"):
         search_best(lambda value: math.nan, (1.0, 2.0), 0.1)
 
@@ -322,12 +326,13 @@ def test_a_step_counts_the_tokens_that_it_predicts(monkeypatch):
 
 
 def test_tuning_has_the_documented_learning_rate_and_no_weight_decay(monkeypatch):
-    """A weight without a gradient stays as it is."""
+    """The rate falls to a tenth, as in searches. A weight without a gradient stays as it is."""
     monkeypatch.setattr(tuning_module, "train_weights", lambda *arguments: arguments[-1])
     model = BY_NAME["llama"].build()
     before = {name: part.detach().clone() for name, part in model.named_parameters()}
     training = tuning_module.tune_weights(model, job_without_model(), "pi", TuningConfig())
     assert training.optimization.lr == 1e-4
+    assert learning_rate(100, 100, training.optimization) == pytest.approx(0.1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in tuning_module.make_optimizers(model, training.optimization):

@@ -16,6 +16,7 @@ import farspan
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import probe as probe_module
 from farspan.attention import seam
+from farspan.attention.model_facts import layer_heads
 from farspan.attention.probe import probe
 from farspan.cli import app
 from farspan.cli.console import console
@@ -269,6 +270,11 @@ def test_rope_scaling_and_the_next_commands_follow_the_config(tmp_path):
     assert second == f"farspan extend {tmp_path} --to 128 --method ntk"
     assert inspect_family("smollm3").next_commands[1].endswith("--method yarn+headscale")
     assert inspect_family("farspan-none").rope is None
+
+
+def test_a_layer_without_heads_in_its_config_has_none():
+    assert layer_heads(hf.PreTrainedConfig(), 0, None) == (0, 0)
+    assert layer_heads(hf.PreTrainedConfig(num_attention_heads=3), 0, None) == (3, 3)
 
 
 def test_untrained_rows_of_a_position_table_are_reported(tmp_path):

@@ -233,6 +233,14 @@ def test_ranges_need_one_length_of_the_released_data():
         replace(config, train_lengths="33:34")
 
 
+def test_ranges_without_an_example_are_refused():
+    """Commands of SCAN have 22 or 24 actions, and none has 23."""
+    for lengths in ("22:23", "23:24"):
+        assert replace(CONFIG, task="scan", train_lengths=lengths)
+    with pytest.raises(FarspanError, match="scan has no example of 23 to 23 actions"):
+        replace(CONFIG, task="scan", train_lengths="23:23")
+
+
 def test_too_few_examples_to_hold_some_out_are_refused(tokenizer):
     """There are two bits, and both are trained on."""
     with pytest.raises(FarspanError, match="parity has too few examples of these lengths"):

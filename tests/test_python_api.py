@@ -158,6 +158,9 @@ def test_an_evaluation_lists_its_scores_without_the_details():
     facts = EvalResult("tiny", "passkey", (mean, depth), Path("out")).facts()
     assert facts["passkey passkey @64"] == "0.5 (0.4–0.6)"
     assert not any("at_depth" in name for name in facts)
+    assert facts["model"] == "tiny, suite passkey, in out"
+    compared = EvalResult("tiny", "passkey", (mean,), Path("out"), baseline="base").facts()
+    assert compared["model"] == "tiny, baseline base, suite passkey, in out"
 
 
 def test_a_suite_without_a_figure_has_a_table_only():

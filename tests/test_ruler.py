@@ -31,6 +31,7 @@ from farspan.evals.chat import chat_frame
 from farspan.evals.engine import Generated
 from farspan.evals.gates import METRICS
 from farspan.evals.ruler import Ruler, most_units, string_match
+from farspan.evals.ruler_qa import read_qa
 from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS, variants
 from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -485,6 +486,20 @@ def test_bad_question_files_raise_clear_errors(tokenizers, files, tmp_path):
         prompts(small)
     with pytest.raises(FarspanError, match="has 1 questions with answers, but 2 are needed"):
         prompts(small, samples=2)
+
+
+def test_related_documents_of_a_question_are_the_others_of_its_article(tmp_path):
+    def paragraph(context):
+        answers = [{"text": context}]
+        return {"context": context, "qas": [{"question": f"{context}?", "answers": answers}]}
+
+    articles = [[paragraph(context) for context in part] for part in (("a", "b", "c"), ("d",))]
+    content = {"data": [{"paragraphs": article} for article in articles]}
+    (tmp_path / "file.json").write_text(json.dumps(content))
+    file = read_qa("qa_1", str(tmp_path / "file.json"), "file.json")
+    assert file.documents == ("a", "b", "c", "d")
+    assert file.given == ((0,), (1,), (2,), (3,))
+    assert file.related == ((1, 2), (0, 2), (0, 1), ())
 
 
 # The evaluation.

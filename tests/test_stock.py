@@ -45,9 +45,10 @@ def test_every_mixture_has_an_equal_stock_model(position):
     assert (stock(tokens(40)).logits - model(tokens(40)).logits).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("base_scale", [1.0, 2 / SHAPE["head_dim"] ** 0.5])
 @torch.no_grad()
-def test_base_scale_is_folded_into_the_queries():
-    model = build("none", base_scale=1.0)
+def test_base_scale_is_folded_into_the_queries(base_scale):
+    model = build("none", base_scale=base_scale)
     stock, _ = to_stock(model)
     assert (stock(tokens()).logits - model(tokens()).logits).abs().max() < 1e-5
 

@@ -184,6 +184,13 @@ def test_constant_coordinates_get_no_weight(constant):
     assert x @ weights[:3] + weights[3] == pytest.approx(rows[:, -1], abs=1e-4)
 
 
+def test_the_middle_is_read_where_hidden_states_are_constant():
+    """With one word it is 2 tokens from the positions 1 to 8 on average."""
+    embeddings, *_ = read_positions(tiny("none"), torch.zeros(4, 8, dtype=torch.long))
+    assert embeddings.r2 == pytest.approx(0, abs=1e-9)
+    assert embeddings.error == pytest.approx(2)
+
+
 def test_read_positions_needs_two_texts():
     with pytest.raises(FarspanError, match="needs at least two texts"):
         read_positions(tiny("none"), torch.zeros(1, 8, dtype=torch.long))
