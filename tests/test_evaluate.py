@@ -341,12 +341,15 @@ def test_requested_lengths_are_not_cut_to_the_text(tiny):
         build(model, none_fits)
 
 
-@pytest.mark.parametrize(("preset", "keys"), [("quick", 1), ("full", 2)])
-def test_the_preset_decides_the_passkeys_at_each_depth(tiny, preset, keys):
+@pytest.mark.parametrize(
+    ("suite", "preset", "depths", "keys"),
+    [("quick", "quick", 5, 1), ("quick", "full", 5, 2), ("passkey", "full", 10, 10)],
+)
+def test_suite_and_preset_decide_the_passkeys(tiny, suite, preset, depths, keys):
     model = load_eval_model(tiny / "none", {})
-    *_, build = SUITES["quick"].builds
-    config = EvalConfig((256,), preset=preset)
-    assert build(model, make_plan(model, SUITES["quick"], config, {})).keys == keys
+    *_, build = SUITES[suite].builds
+    grid = build(model, make_plan(model, SUITES[suite], EvalConfig((256,), preset=preset), {}))
+    assert (grid.depths, grid.keys) == (depths, keys)
 
 
 def test_modes_of_perplexity_follow_the_suite_unless_one_is_chosen(tiny, tmp_path):

@@ -651,3 +651,9 @@ def test_edit_similarity_uses_difflib_with_autojunk():
         == round(100 * difflib.SequenceMatcher(None, one, other).ratio()) / 100
     )
     assert metrics.edit_similarity(one, other) != round(100 * plain) / 100
+
+
+def test_a_prompt_that_lost_one_token_counts_as_truncated():
+    samples = [{"data": "a", "beams": 1, "cut": cut, "tokens": 9} for cut in (0, 1, 5)]
+    tags = longbench._data_tags(samples)
+    assert (tags["truncated"], tags["cut"], tags["tokens"]) == (2, 6, 27)

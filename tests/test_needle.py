@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,8 @@ def test_tasks_hide_the_configured_number_of_needles(tokenizer):
             assert len(sample.depths) == len(sample.needles)
     for task in ("single", "multi-key"):
         assert [sample.depths[0] for sample in samples[task]] == [0, 0.5, 1]
+    two, cell = replace(evaluation, samples=2), evaluation.cells()[0]
+    assert [sample.depths[0] for sample in two.prompts(cell, tokenizer)[0]] == [0, 1]
     for sample in samples["multi-query"]:
         keys = re.findall(r"[a-z]+-[a-z]+", sample.question)
         needles = [next(words for words in sample.needles if f" {key} " in words) for key in keys]

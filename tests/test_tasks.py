@@ -636,3 +636,11 @@ def test_pcfg_lengths_agree_with_the_released_data(bench):
     total = sum(random[length] for length in range(1, 9))
     for length in range(1, 9):
         assert pcfg.RELEASED[length] == round(81_010 * random[length] / total)
+
+
+@pytest.mark.parametrize("name", ["lego", "lego-ordered"])
+def test_lego_uses_every_letter(name):
+    example = TASKS[name].make(26, np.random.default_rng(0))
+    assert {word for word in example.input.split() if word.isalpha() and len(word) == 1} == set(
+        "abcdefghijklmnopqrstuvwxyz"
+    )
