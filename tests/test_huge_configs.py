@@ -161,6 +161,8 @@ def test_a_list_of_indices_is_no_kind_of_layer():
     config.sources = [0] * 7 + [1] * 2
     assert short_config(config).num_hidden_layers == 8
     assert short_config(hf.LlamaConfig(num_hidden_layers=2)).num_hidden_layers == 2
+    computed = hf.ProphetNetConfig(num_encoder_layers=2, num_decoder_layers=2)
+    assert short_config(computed).num_hidden_layers == 2, "it refuses to be set"
 
 
 @pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])

@@ -442,9 +442,10 @@ def test_loss_at_a_position_is_the_same_everywhere(capsys):
     passkeys = {str(round(64 * mark)): 0.5 for mark in heldout.MARKS}
     heldout.show(
         {
-            "model": "m",
+            "label": "m",
             "train_length": 64,
             "knee": None,
+            "positions": positions,
             "loss": {"text": curve},
             "passkey": passkeys,
         }

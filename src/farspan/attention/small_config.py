@@ -186,7 +186,8 @@ def _layer_lists(config: PreTrainedConfig) -> dict[str, list[Any]]:
 
 def keep_layers(config: PreTrainedConfig, count: int) -> None:
     """Cut the text config to its first layers, at most to those that it has."""
-    count = min(count, config.num_hidden_layers)
+    if count >= config.num_hidden_layers:
+        return  # ProphetNet computes the number, and refuses one
     lists = _layer_lists(config)
     by_layer = None
     if getattr(config, "is_heterogeneous", False):  # Gemma 4: values of single layers
