@@ -344,8 +344,8 @@ def test_the_first_layer_is_that_of_the_list_with_the_attention():
     layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
     model = torch.nn.ModuleDict({"towers": towers, "layers": layers})
     assert probe_module._first_layer(model, layers[1][0]) is layers[0]
-    alone = torch.nn.Linear(2, 2)
-    assert probe_module._first_layer(model, alone) is alone
+    elsewhere = torch.nn.Linear(2, 2)
+    assert probe_module._first_layer(model, elsewhere) is elsewhere
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
