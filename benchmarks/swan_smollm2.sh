@@ -4,11 +4,11 @@
 #     benchmarks/swan_smollm2.sh SmolLM2-135M-Instruct.Q4_1.gguf path/to/data OUT [swan.tokens=…]
 #
 # path/to/data has the corpora of docs/corpora.md. OUT/64k.json and OUT/128k.json are lines for
-# docs/records/swan-smollm2.jsonl. About ten minutes on an H200. Rerun to resume: a finished step is
-# not repeated. Settings after OUT go to `farspan extend --method swan`.
+# docs/records/swan-smollm2.jsonl. The two extensions took six minutes on an H200. Rerun to resume:
+# a finished step is not repeated. Settings after OUT go to `farspan extend --method swan`.
 #
-# For a trial of the script on a CPU: rope-twin as the model, TO=1024 FAR=2048 SHORTEST=256 WINDOWS=2
-# KEYS=1 LIMIT=2 BOOK=20000 and swan.tokens=16384.
+# For a trial of the script on a CPU: rope-twin as the model, TO=1024 FAR=2048 SHORTEST=256
+# WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000 and swan.tokens=16384.
 set -euo pipefail
 model=$1 data=$2 out=$3
 shift 3

@@ -112,7 +112,7 @@ def check_gguf(file: Path) -> Any:
         if key.endswith(".block_count"):
             _check_layer_count(file, field.contents(), [tensor.name for tensor in header.tensors])
     rotation = header.fields.get("granite.rope.scaling.finetuned")
-    if rotation is not None and not rotation.contents():  # how farspan writes NoPE models
+    if rotation is not None and not rotation.contents():  # so farspan writes NoPE models
         raise FarspanError(
             f"{file.name} is a granite model without rotation, which llama.cpp supports and "
             f"transformers does not; {USE_CHECKPOINT}"
