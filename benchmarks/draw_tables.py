@@ -100,7 +100,7 @@ def passkeys(*sources: str) -> Table:
         for name in (name for name in shares if name != "n"):
             columns = {length: f"{100 * x:g}%" for length, x in by_length(shares[name]).items()}
             row = row_name(record, name), shares.get("n", ""), columns
-            if row not in rows:  # the same base for several conversions
+            if name != "base" or row not in rows:  # one base of several conversions
                 rows.append(row)
     return lengths_table(["passkeys", "keys"], rows)
 

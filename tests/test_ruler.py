@@ -600,7 +600,14 @@ def test_a_model_runs_the_suite(tiny, tmp_path, files):
         (["--lengths", "600", "--tasks", "qa_1"], "the task qa_1 needs a file; add --data squad="),
         (["--data", "essays=x.txt"], "it takes haystack=PATH, squad=PATH, hotpotqa=PATH"),
         (["--system-instruction", "Be brief."], "is part of a chat; add --apply-chat-template"),
-        (["--suite", "needle", "--tasks", "vt"], "suite needle does not use --tasks vt; remove it"),
+        (
+            ["--suite", "needle", "--lengths", "256", "--tasks", "vt"],
+            "needle has no task 'vt'; choose one of single, multi-key",
+        ),
+        (
+            ["--suite", "nonliteral", "--tasks", "vt"],
+            "suite nonliteral does not use --tasks vt; remove it",
+        ),
         (
             ["--suite", "needle", "--apply-chat-template"],
             "suite needle does not use --apply-chat-template; remove it",

@@ -161,8 +161,10 @@ Tasks = Annotated[
     str,
     typer.Option(
         metavar="NAMES",
-        help="RULER: tasks, e.g. niah_single_1,vt, of niah_single_1 to 3, niah_multikey_1 to 3, "
-        "niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1 and qa_2.",
+        help="Tasks with commas. needle: single, multi-key, multi-value, multi-query, variables. "
+        "ruler: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, "
+        "cwe, fwe, qa_1, qa_2. commonsense: arc_challenge, arc_easy, boolq, hellaswag, openbookqa, "
+        "piqa, winogrande.",
         show_default="all; qa_1 and qa_2 with --data squad= and hotpotqa=",
         rich_help_panel="Evaluation settings",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
 from farspan.errors import FarspanError, suggest
 from farspan.evals.chat import chat_frame
+from farspan.evals.commonsense import TASKS as COMMONSENSE_TASKS
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
+from farspan.evals.needle import TASKS as NEEDLE_TASKS
 from farspan.evals.needle import Needle
 from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
@@ -51,7 +53,7 @@ class EvalConfig:
     windows: int | None = None  # of perplexity: score only so many random windows
     beams: int | None = None  # of LongBench; 1 is greedy decoding
     limit: int | None = None  # samples of each task, except perplexity and passkeys
-    tasks: Sequence[str] = ()  # of RULER; default: all whose data there are
+    tasks: Sequence[str] = ()  # of needle, RULER and commonsense; default: all that have data
     apply_chat_template: bool = False  # of RULER: prompts as messages to a chat model
     system_instruction: str | None = None  # of RULER: the system message of the chat
     threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
@@ -240,8 +242,9 @@ def _passkey(depths: int, keys: int) -> Build:
 
 
 def _needle(model: EvalModel, plan: EvalPlan) -> Eval:
-    haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
-    return Needle(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
+    config, haystack = plan.config, plan.texts.get("haystack", "")
+    tasks, samples = _chosen_tasks(config, NEEDLE_TASKS), config.limit or NEEDLE_SAMPLES
+    return Needle(plan.lengths, tasks, samples, haystack, seed=config.seed)
 
 
 def _nonliteral(model: EvalModel, plan: EvalPlan) -> Eval:
@@ -254,7 +257,7 @@ def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
     with_data = [task for task in RULER_TASKS if task not in QA_FILES or QA_FILES[task] in texts]
     evaluation = Ruler(
         plan.lengths,
-        tuple(dict.fromkeys(config.tasks or with_data)),
+        _chosen_tasks(config, with_data),
         config.limit or NEEDLE_SAMPLES,
         texts.get("haystack", ESSAYS),
         texts.get("squad", ""),
@@ -278,8 +281,14 @@ def _longbench(beams: int) -> Build:
 
 
 def _commonsense(model: EvalModel, plan: EvalPlan) -> Eval:
-    folder = plan.texts.get("commonsense", "")
-    return Commonsense(folder, max(plan.contexts), limit=plan.config.limit)
+    config, folder = plan.config, plan.texts.get("commonsense", "")
+    tasks = _chosen_tasks(config, COMMONSENSE_TASKS)
+    return Commonsense(folder, max(plan.contexts), tasks, limit=config.limit)
+
+
+def _chosen_tasks(config: EvalConfig, default: Iterable[str]) -> tuple[str, ...]:
+    """Each task once, even if it was named twice."""
+    return tuple(dict.fromkeys(config.tasks or default))
 
 
 # The settings that only some suites use, by CLI option.
@@ -296,7 +305,7 @@ SUITE_SETTINGS = {
     "system_instruction": "--system-instruction",
     "threshold": "--threshold",
 }
-RULER_SETTINGS = ("tasks", "apply_chat_template", "system_instruction", "threshold")
+RULER_SETTINGS = ("apply_chat_template", "system_instruction", "threshold")
 PERPLEXITY_SETTINGS = ("mode", "metric", "stride", "budget", "windows")
 
 SUITES = {
@@ -308,16 +317,16 @@ SUITES = {
         mode="paper-a",
         texts=("pg19", "proofpile", "longbench", "commonsense"),
         required=("pg19", "proofpile", "longbench"),
-        settings=tuple(name for name in SUITE_SETTINGS if name not in RULER_SETTINGS),
+        settings=tuple(name for name in SUITE_SETTINGS if name not in ("tasks", *RULER_SETTINGS)),
     ),
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
-    "needle": Suite((_needle,), texts=("haystack",), settings=("limit",)),
+    "needle": Suite((_needle,), texts=("haystack",), settings=("limit", "tasks")),
     "nonliteral": Suite((_nonliteral,), texts=("haystack",), settings=("limit",)),
     "ruler": Suite(
         (_ruler,),
         texts=("haystack", *QA_FILES.values()),
-        settings=("limit", *RULER_SETTINGS),
+        settings=("limit", "tasks", *RULER_SETTINGS),
     ),
     "longbench": Suite(
         (_longbench(1),),
@@ -325,7 +334,7 @@ SUITES = {
         required=("longbench",),
         settings=("beams", "limit"),
     ),
-    "commonsense": Suite((_commonsense,), texts=("commonsense",), settings=("limit",)),
+    "commonsense": Suite((_commonsense,), texts=("commonsense",), settings=("limit", "tasks")),
 }
 
 
