@@ -27,7 +27,7 @@ from farspan.methods.registry import (
 )
 from farspan.methods.uniform import COARSE, STEP
 from farspan.workflows import eval_estimate, extend_estimate
-from farspan.workflows.eval_estimate import EvalClock
+from farspan.workflows.eval_estimate import EvalClock, pace_and_overhead
 from farspan.workflows.extend import extend
 from farspan.workflows.extend_estimate import Speed, extension_stages
 from farspan.workflows.timing import ForwardSpeed, measured_length
@@ -155,6 +155,23 @@ def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):
     clock = EvalClock(model, cells)
     now[0] = 16.0
     assert clock.left_after("a") == ", about 2 seconds left"
+
+
+def test_the_clock_of_eval_counts_the_tokens_of_answers(monkeypatch):
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    monkeypatch.setattr(eval_estimate, "_decoding_step", lambda model, ids: 0.5)
+    tiny_model = BY_NAME["farspan-none"].build()
+    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
+    cells = {"a": EvalCell("ruler", "vt", 512, {"samples": 3})}
+    assert EvalClock(model, cells).left == 3 * (1.0 + 0.5 * eval_estimate.ANSWERS["ruler"])
+
+
+def test_time_beyond_the_estimate_is_per_cell_on_a_gpu():
+    """RULER at 1,024 tokens, where launches decide, once promised three hours for 77 cells."""
+    measured = [(0.1, 4.6), (0.1, 4.4)]
+    assert pace_and_overhead(measured, per_cell=True) == pytest.approx((1.0, 4.4))
+    assert pace_and_overhead(measured, per_cell=False) == pytest.approx((45.0, 0.0))
+    assert pace_and_overhead([(2.0, 1.0)], per_cell=True) == (0.5, 0.0), "faster than expected"
 
 
 # Advice.

@@ -445,6 +445,16 @@ def test_overrides_change_nested_values_and_the_last_one_wins(recipe_dir):
     assert recipe.data.sources == {"books": Source("b", 0.25), "web": Source("w")}
 
 
+def test_an_override_replaces_a_whole_dict_and_adds_to_a_config(recipe_dir):
+    text = FILE + '[data.sources.books]\npath = "b"\n[model]\nbases = [1.0]\n'
+    sources = 'data.sources={web = {path = "w"}}'
+    recipe = read(text, sources, "model={scale = 2}", recipe_dir=recipe_dir)
+    assert recipe.data.sources == {"web": Source("w")}
+    assert (recipe.model.scale, recipe.model.bases) == (2, (1.0,))
+    nested = read(text, 'data={sources = {web = {path = "w"}}}', recipe_dir=recipe_dir)
+    assert set(nested.data.sources) == {"books", "web"}, "to a config, a table adds"
+
+
 def test_a_partial_table_keeps_the_rest_of_its_default():
     recipe = from_toml(Recipe, FILE + "[model]\nscale = 2\n[tuned]\n")
     assert recipe.model == Model("rope", None, 2)

@@ -460,6 +460,9 @@ def test_paired_differences_have_intervals_over_windows():
     assert rows[1][3] == "+0.100 ± 0.000"
     assert rows[1][4] == "+0.100 ± 0.113"
     assert paired_table([patched], "text")[1] == [], "without the model as trained"
+    for cell in (base, patched):
+        cell["same_tokens"]["text"] = {"512": cell["same_tokens"]["text"]["512"][:1]}
+    assert paired_table([base, patched], "text")[1][1][3] == "+0.100", "one window has no interval"
 
 
 def test_study_needs_only_the_files_that_it_reads(tiny, monkeypatch):

@@ -52,7 +52,7 @@ def load_recipe(
     """
     document = _document(_find(str(source), recipe_dir), recipe_dir)
     for text in overrides:
-        document = _merge(document, _override(kind, text))
+        document = _overridden(kind, document, text)
     prepare(document)
     return _checked(kind, document)
 
@@ -61,7 +61,7 @@ def apply_overrides(recipe: T, overrides: Sequence[str]) -> T:
     """The recipe with `key=value` overrides."""
     document = _parse(to_toml(recipe), "the recipe")
     for text in overrides:
-        document = _merge(document, _override(type(recipe), text))
+        document = _overridden(type(recipe), document, text)
     return _checked(type(recipe), document)
 
 
@@ -325,16 +325,26 @@ def _fill_names(known: Keys, keys: Keys) -> Keys:
 # Overrides.
 
 
-def _override(kind: type, text: str) -> dict[str, Any]:
-    """`train.steps=100` -> the small document {"train": {"steps": 100}}."""
+def _overridden(kind: type, document: dict[str, Any], text: str) -> dict[str, Any]:
+    """The document with `train.steps=100`.
+
+    A dict is replaced as a whole, as by `methods={…}`; to a config, `search={…}` adds.
+    """
     key, equals, value = (part.strip() for part in text.partition("="))
     if not key or not equals:
         raise FarspanError(f"the override {text!r} is invalid; write it as key=value")
     keys = _resolve_key(kind, key)
-    tree = _value(_type_at(kind, keys), value)
+    hint = _type_at(kind, keys)
+    if any(get_origin(member) is dict for member in _members(hint)):
+        document = _merge(document, _nested(keys, None))
+    return _merge(document, _nested(keys, _value(hint, value)))
+
+
+def _nested(keys: Keys, value: Any) -> dict[str, Any]:
+    """("train", "steps"), 100 -> {"train": {"steps": 100}}."""
     for name in reversed(keys):
-        tree = {name: tree}
-    return tree
+        value = {name: value}
+    return value
 
 
 def _resolve_key(kind: type, key: str) -> Keys:

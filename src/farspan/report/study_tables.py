@@ -92,9 +92,11 @@ def paired_table(cells: Sequence[Cell], text: str) -> Table:
 
 
 def paired_difference(values: np.ndarray) -> str:
-    """The mean of paired differences, and half of its 95% interval."""
-    half = 1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
-    return f"{np.mean(values):+.3f} ± {half:.3f}".replace("-", "−")
+    """The mean of paired differences, and half of its 95% interval, which one value has not."""
+    mean = f"{np.mean(values):+.3f}".replace("-", "−")
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {1.96 * np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
 
 
 def heads_table(cells: Sequence[Cell]) -> Table:

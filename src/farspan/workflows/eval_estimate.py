@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from farspan.evals.engine import Engine
 from farspan.evals.scores import EvalCell
 from farspan.evals.suites import EvalModel
 from farspan.progress import LEFT, format_duration
-from farspan.workflows.timing import ForwardSpeed, measured_length
+from farspan.workflows.timing import ForwardSpeed, fastest_run, measured_length
 
 # The settings of a cell that count its texts.
 COUNTS = ("count", "curve", "keys", "samples", "limit")
+CPU = torch.device("cpu")
 SAID_FROM = 5.0  # seconds; a shorter evaluation is not worth a sentence
 SHARED = {"passkey": 0.5}  # prompts share their beginning, on average half of a text
+ANSWERS = {"needle": 24, "nonliteral": 8, "ruler": 96, "longbench": 64}  # tokens, roughly
 
 
 class EvalClock:
@@ -28,9 +31,14 @@ class EvalClock:
     def __init__(self, model: EvalModel, missing: Mapping[str, EvalCell], preset: str = "full"):
         self.preset = preset
         self.seconds = _cell_seconds(model, missing)
-        self.left = sum(self.seconds.values())
         self.unknown = len(missing) - len(self.seconds)
-        self.done, self.started = 0.0, time.monotonic()
+        self.measured: list[tuple[float, float]] = []  # of finished cells: expected and real
+        self.per_cell = getattr(model.model, "device", CPU).type == "cuda"
+        self.last = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        return sum(self.seconds.values())
 
     @property
     def worth_saying(self) -> bool:
@@ -47,12 +55,29 @@ class EvalClock:
 
     def left_after(self, key: str) -> str:
         """`, about 2.1 minutes left`, when a cell is done."""
-        seconds = self.seconds.pop(key, 0.0)
-        self.done, self.left = self.done + seconds, self.left - seconds
-        if not self.done or self.unknown:
+        now, expected = time.monotonic(), self.seconds.pop(key, None)
+        if expected is not None:
+            self.measured.append((expected, now - self.last))
+        self.last = now
+        if not self.measured or self.unknown:
             return ""
-        pace = (time.monotonic() - self.started) / self.done
-        return f", about {format_duration(max(0.0, pace * self.left))}{LEFT}"
+        pace, overhead = pace_and_overhead(self.measured, self.per_cell)
+        left = pace * self.left + overhead * len(self.seconds)
+        return f", about {format_duration(left)}{LEFT}"
+
+
+def pace_and_overhead(
+    measured: Sequence[tuple[float, float]], per_cell: bool
+) -> tuple[float, float]:
+    """Seconds by expected second, and seconds that every cell takes beside, of finished cells.
+
+    per_cell: whether cells that take longer than expected do so by a constant. On a GPU short cells
+        wait for the launch of kernels, and long ones for arithmetic; a busy CPU slows down both.
+    """
+    expected, real = (sum(values) for values in zip(*measured, strict=True))
+    if per_cell and real > expected:
+        return 1.0, (real - expected) / len(measured)
+    return real / expected, 0.0
 
 
 def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, float]:
@@ -62,10 +87,20 @@ def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, 
     length = measured_length(model.model)
     ids = torch.arange(min(model.max_positions or length, length))[None] % vocabulary
     speed = ForwardSpeed.measure(model.model, model.layers or (), ids)
+    step = _decoding_step(model, ids) if any(cell.eval in ANSWERS for cell in cells.values()) else 0
+    together = model.model.device.type == "cuda"  # the prompts of a cell are decoded
     seconds = {}
     for key, cell in cells.items():
         count = next((cell.settings[name] for name in COUNTS if cell.settings.get(name)), None)
         if count is not None:
             count = min(count, cell.settings.get("windows") or count)  # at most so many in all
-            seconds[key] = count * speed.of(cell.length) * SHARED.get(cell.eval, 1.0)
+            steps = ANSWERS.get(cell.eval, 0) * (1 if together else count)
+            prompts = count * speed.of(cell.length) * SHARED.get(cell.eval, 1.0)
+            seconds[key] = prompts + steps * step
     return seconds
+
+
+@torch.no_grad()
+def _decoding_step(model: EvalModel, ids: Tensor) -> float:
+    token = ids[:, :1].to(model.model.device)
+    return fastest_run(token.device, lambda: model.model(input_ids=token, use_cache=False))
