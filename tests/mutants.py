@@ -5,9 +5,9 @@ notices.
     python tests/mutants.py --count 50 --packages attention methods
 
 The first run measures which tests reach which line, and leaves out those that fail without any
-change. Every mutant then runs only the tests that reach it, the fastest first, in a process that is
-forked from one with torch loaded. `.mutants/` keeps the measurement and
-the verdicts, by the hash of the mutated source: a mutant is computed again when its module changed.
+change. Every mutant then runs only the tests that reach it, the fastest of each function first, in
+a process that is forked from one with torch loaded. `.mutants/` keeps the measurement and the
+verdicts, by the hash of the mutated source: a mutant is computed again when its module changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -194,7 +194,7 @@ def measure_reach(jobs: int) -> None:
 
 
 class Reach:
-    """The tests that reach a line, the fastest first."""
+    """The tests that reach a line, the fastest of each test function first."""
 
     def __init__(self) -> None:
         from coverage import CoverageData
@@ -221,8 +221,18 @@ class Reach:
         reached = lines.get(line, [])
         if not reached and line in lines:  # at import: any test of the module may notice it
             reached = sorted({test for tests in lines.values() for test in tests})
-        passing = [test for test in reached if test not in self.failing]
-        return sorted(passing, key=lambda test: self._seconds[test])[:MAX_TESTS]
+        return self._varied([test for test in reached if test not in self.failing])[:MAX_TESTS]
+
+    def _varied(self, tests: Sequence[str]) -> list[str]:
+        """The fastest parameters of each test first, then the second fastest of each, and so on:
+        another test notices more than the same one with other parameters."""
+        rank: dict[str, int] = defaultdict(int)
+        ranked = []
+        for test in sorted(tests, key=lambda test: self._seconds[test]):
+            function = test.partition("[")[0]
+            ranked.append((rank[function], self._seconds[test], test))
+            rank[function] += 1
+        return [test for _, _, test in sorted(ranked)]
 
 
 # One mutant.

@@ -75,14 +75,15 @@ def test_tests_that_fail_without_a_change_are_left_out(tmp_path, monkeypatch):
     """They would notice every mutant. It needs `coverage`, which CI has before the long tests."""
     coverage = pytest.importorskip("coverage").CoverageData(str(tmp_path / "coverage"))
     path = str(mutants.SOURCE / "farspan" / "errors.py")
-    for name in ("slow", "fails", "quick", "raises"):
+    for name in ("slow", "fails", "quick[b]", "quick[a]", "raises"):
         coverage.set_context(f"tests/test_a.py::test_{name}|run")
         coverage.add_lines({path: [1]})
     coverage.write()
     cases = {
         "slow": (3, ""),
         "fails": (1, "<failure/>"),
-        "quick": (1, ""),
+        "quick[b]": (2, ""),
+        "quick[a]": (1, ""),
         "raises": (1, "<error/>"),
     }
     lines = [
@@ -93,8 +94,8 @@ def test_tests_that_fail_without_a_change_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "COVERAGE", tmp_path / "coverage")
     monkeypatch.setattr(mutants, "JUNIT", tmp_path / "times.xml")
     reach = mutants.Reach()
-    passing = ["tests/test_a.py::test_quick", "tests/test_a.py::test_slow"]
-    assert reach.tests("errors.py", 1) == passing
+    passing = [f"tests/test_a.py::test_{name}" for name in ("quick[a]", "slow", "quick[b]")]
+    assert reach.tests("errors.py", 1) == passing, "other tests before other parameters"
     assert {test.rpartition("_")[2] for test in reach.failing} == {"fails", "raises"}
 
 
