@@ -1,7 +1,8 @@
 """Write the tables of the documentation that have records in docs/records: `make figures`.
 
 A table stands between `<!-- table: NAME SOURCE… -->` and `<!-- end -->`. NAME is one of TABLES. A
-source is a file of docs/records, or FILE#GROUP for the lines of a file that have this `group`.
+source is a file of docs/records, or FILE#GROUP for the lines of a file that have this `group`;
+after the source of `heldout` comes the label of a line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from draw_figures import DOCS, lab_entries, records
+from heldout import marks, scores
 
 from farspan.files import write_text
 from farspan.lab.ranking import Table, accuracy_table, rank_table
@@ -202,6 +204,16 @@ def twin_rotation(source: str) -> Table:
     return ["rotation", "loss 512/2K/16K", "passkeys 512/1K/2K/4K/8K/16K"], rows
 
 
+def heldout(source: str, label: str) -> Table:
+    """A model of `heldout.py`: the loss on each text before a position, and its passkeys."""
+    (result,) = (line for line in select(source) if line["label"] == label)
+    rows = [
+        [name, *(f"{score:.2f}" if name == "passkey" else f"{score:.3f}" for score in row)]
+        for name, row in scores(result).items()
+    ]
+    return [label, *map(str, marks(result["train_length"]))], rows
+
+
 def lab_accuracy() -> Table:
     header, rows = accuracy_table(lab_entries())
     return header, [bold_best(row) for row in rows]
@@ -232,6 +244,7 @@ TABLES = {
         rotation_variants,
         twin_layers,
         twin_rotation,
+        heldout,
         lab_accuracy,
         lab_ranks,
     )

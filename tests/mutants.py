@@ -38,6 +38,7 @@ PACKAGES = ("attention", "methods", "evals", "lab", "formats", "data")
 EXCLUDED = ("attention/kernels.py",)  # CUDA only
 FOLDER = ROOT / ".mutants"
 MAX_TESTS = 100  # of those that reach a line
+MAX_TEST_SECONDS = 10  # of one test; slower ones are left out
 MAX_SECONDS = 90  # of one mutant; a mutant that takes longer is killed by a timeout
 WARM = ("torch._dynamo", "transformers", "pytest", "hypothesis", "matplotlib.figure")
 JUNIT, COVERAGE = FOLDER / "times.xml", FOLDER / "coverage"
@@ -182,12 +183,12 @@ def sample_mutants(packages: list[str], count: int, seed: int) -> list[Mutant]:
 
 
 def measure_reach(jobs: int) -> None:
-    """Run all tests once, and keep the lines that each one reaches and the time that it takes."""
+    """Run all tests once, long ones too, and keep the lines that each reaches and its time."""
     if JUNIT.exists() and COVERAGE.exists():
         return
     FOLDER.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-n", str(jobs), "--dist", "worksteal"]
-    command += ["--continue-on-collection-errors"]
+    command += ["--continue-on-collection-errors", "-m", "not manual"]
     command += ["--cov=farspan", "--cov-context=test", "--cov-report=", f"--junitxml={JUNIT}"]
     environment = os.environ | {"COVERAGE_FILE": str(COVERAGE), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
@@ -221,7 +222,9 @@ class Reach:
         reached = lines.get(line, [])
         if not reached and line in lines:  # at import: any test of the module may notice it
             reached = sorted({test for tests in lines.values() for test in tests})
-        return self._varied([test for test in reached if test not in self.failing])[:MAX_TESTS]
+        passing = [test for test in reached if test not in self.failing]
+        quick = [test for test in passing if self._seconds[test] <= MAX_TEST_SECONDS]
+        return self._varied(quick)[:MAX_TESTS]
 
     def _varied(self, tests: Sequence[str]) -> list[str]:
         """The fastest parameters of each test first, then the second fastest of each, and so on:

@@ -162,6 +162,7 @@ LAYER = dict(
 )
 
 
+@pytest.mark.long
 @every_backend
 @pytest.mark.parametrize(
     ("name", "entries"),

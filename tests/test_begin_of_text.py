@@ -256,6 +256,7 @@ def test_generate_follows_the_rule_and_says_why(checkpoint, losses, monkeypatch)
     assert "a loss of 4.00 with it and 9.00 without" in notes[0]
 
 
+@pytest.mark.long
 def test_eval_keys_and_records_name_the_rule(checkpoint, losses, tmp_path):
     losses(4.0, 9.0)
     text = tmp_path / "text.txt"

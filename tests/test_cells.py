@@ -211,6 +211,7 @@ def test_unreadable_claim_holds_while_its_heartbeat_is_fresh(tmp_path, content):
         assert keys == ["a"]
 
 
+@pytest.mark.long
 def test_long_computation_keeps_its_claim_fresh(tmp_path):
     cells = Cells(tmp_path, stale=0.4)
     with cells.claimed(["a"]):
@@ -225,6 +226,7 @@ def test_refuses_a_folder_that_cannot_be_created(tmp_path):
         Cells(tmp_path / "file" / "results")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
 )
@@ -264,6 +266,7 @@ def test_interrupted_command_releases_its_claims(tmp_path, monkeypatch, capsys, 
     assert not any(claims.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]

@@ -65,6 +65,7 @@ def test_a_live_load_and_every_export_are_equal(patch, stock, tmp_path):
         assert "it applies the patch" in result.sentence
 
 
+@pytest.mark.long
 def test_the_base_model_is_recognized(patch):
     result = farspan.check(patch, "rope-twin", length=LENGTH)
     assert result.agreement == Agreement("base", None, 0.0, result.agreement.tolerance)
@@ -98,6 +99,7 @@ def test_the_command_exits_with_3_and_one_sentence(patch, stock, tmp_path, monke
     assert (content["holds"], content["agreement"]["verdict"]) == (False, "base")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["patch", "base"])
 @pytest.mark.parametrize("losses", ["prompt_logprobs", ""])
 def test_servers_with_and_without_log_probabilities(losses, source, patch):

@@ -197,6 +197,7 @@ def run_tasks(evaluation: Commonsense, model, tokenizer) -> dict[str, list[dict]
     return {cell.task: evaluation.run(cell, model, tokenizer) for cell in evaluation.cells()}
 
 
+@pytest.mark.long
 def test_every_item_equals_the_harness(llama, tokenizer, data, tmp_path):
     pytest.importorskip("lm_eval")
     model, folder = llama

@@ -61,6 +61,7 @@ def test_costs_of_all_work(run_costs):
     assert [table[0][4], table[1][4]] == ["1.00", f"{growth:.2f}"]
 
 
+@pytest.mark.long
 def test_shared_text_of_passkeys_counts_once(run_costs):
     """Of 1,024 tokens at depths 0, 0.5 and 1: the last two share 512 tokens."""
     rows, _ = run_costs("--only", "diagnose,passkeys", "--own-length", "1024", "--lengths", "512")

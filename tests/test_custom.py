@@ -136,6 +136,7 @@ def no_figures(monkeypatch):
 # The examples of the docs.
 
 
+@pytest.mark.long
 def test_the_task_and_the_encoding_of_the_docs_run(tmp_path):
     """A task from a function, one from JSON Lines and an encoding of 30 lines, in one study."""
     (tmp_path / "mine.py").write_text(docs_block("Your own task", "python"))

@@ -680,6 +680,7 @@ def test_every_window_comes_once_per_epoch(sources, length, seed, number, inside
     assert count < 9 or epochs[0] != sorted(epochs[0])
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 80),

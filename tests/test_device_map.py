@@ -85,6 +85,7 @@ def test_diagnose(tiny, llama, maps):  # noqa: F811
         assert all(np.array_equal(one.curves.heads[n], other.curves.heads[n]) for n in (0, 1))
 
 
+@pytest.mark.long
 def test_evaluate(tiny, llama, tmp_path, maps):  # noqa: F811
     options = dict(lengths="64,128", data=str(tiny / "text.txt"), windows=2)
     plain = farspan.evaluate(llama, "perplexity", tmp_path / "plain", **options)
@@ -97,6 +98,7 @@ def test_evaluate(tiny, llama, tmp_path, maps):  # noqa: F811
     assert cells[0] == cells[1], "equal weights have equal keys"
 
 
+@pytest.mark.long
 def test_extend(tiny, llama, tmp_path, maps):  # noqa: F811
     """Rotation is rebuilt, and gradients of scales go through layers on the disk."""
     options = dict(method="yarn+headscale", data=tiny / "text.txt", recipe=SEARCHED)

@@ -410,6 +410,7 @@ class WordTokenizer:
         return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
 
 
+@pytest.mark.long
 def test_windows_match_whole_documents_although_only_prefixes_are_tokenized():
     tokenizer = farspan.load("nope-twin").tokenizer
     tokenized = []
@@ -525,6 +526,7 @@ def run(*arguments: str):
     return CliRunner().invoke(cli.app, ["diagnose", *arguments], env={"COLUMNS": "150"})
 
 
+@pytest.mark.long
 def test_command_writes_a_record_and_figures(model_folder, tmp_path):
     result = run(
         str(model_folder), "--lengths", "64:256", "--windows", "2", "-o", str(tmp_path / "out")
@@ -861,6 +863,7 @@ def test_mpt_beyond_its_length_gives_what_a_longer_config_gives(own_attention, t
     assert hf.AutoConfig.from_pretrained(tmp_path).max_seq_len == 64
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("name", OWN_ATTENTION)
 def test_perplexity_and_passkeys_beyond_the_train_length(own_attention, tmp_path, name):

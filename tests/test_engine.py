@@ -115,6 +115,7 @@ def test_prompts_are_text_where_a_server_takes_no_tokens(server, tmp_path, monke
     assert scores(tmp_path / "out")["recall", "single", 256]["value"] == 1
 
 
+@pytest.mark.long
 def test_messages_to_a_chat_model(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Passkey, "cells", _first_cells(Passkey.cells, 2))
     options = ("--api", "chat", "--suite", "passkey", "--lengths", "256")

@@ -239,6 +239,7 @@ def test_additive_and_boolean_masks_are_equivalent(dtype: torch.dtype):
     assert torch.allclose(measured.nats, expected.nats, equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(call=calls())
@@ -250,6 +251,7 @@ def test_entropy_is_exact(device: str, call: dict):
     check(chunked_entropy(scores, every=every, budget=call["budget"]), exact, limit)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(call=calls())
 def test_kernel_source_is_exact_without_a_gpu(call: dict):

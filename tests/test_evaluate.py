@@ -187,6 +187,7 @@ def test_a_results_folder_holds_one_suite(tiny, whole, counted):
     assert not counted
 
 
+@pytest.mark.long
 def test_an_interrupted_run_resumes_to_the_same_numbers(tiny, whole, tmp_path, monkeypatch):
     times = 0
     for kind in (Perplexity, Passkey):
@@ -259,6 +260,7 @@ def test_four_processes_share_cells_with_equal_numbers(tiny, whole, tmp_path):
     assert [score["value"] for score in record["scores"]] == [score.value for score in whole.scores]
 
 
+@pytest.mark.long
 def test_a_baseline_is_measured_on_the_same_cells(tiny, whole, tmp_path):
     result = measure(tiny, tmp_path / "results", "patch", baseline=tiny / "none")
     assert result.baseline == str(tiny / "none")
@@ -274,6 +276,7 @@ def test_a_baseline_is_measured_on_the_same_cells(tiny, whole, tmp_path):
     assert len(record["vs"]["scores"]) == len(record["scores"])
 
 
+@pytest.mark.long
 def test_a_baseline_is_loaded_with_the_position_of_its_patch(tiny, tmp_path):
     """A checkpoint typed llama that was trained without rotation, beside a patch that knows it."""
     base = tmp_path / "typed-llama"
@@ -412,6 +415,7 @@ def test_longppl_is_scored_on_the_key_tokens_of_the_baseline(tiny, tmp_path, cop
     assert metrics[:6] == ["ppl"] * 3 + ["longppl"] * 3
 
 
+@pytest.mark.long
 def test_without_a_baseline_a_model_chooses_its_own_key_tokens(tiny, tmp_path, copying):
     result = measure_longppl(tiny, tmp_path / "results")
     assert of_metric(result.scores)[384].tags["evaluator"] == str(tiny / "none")
@@ -435,6 +439,7 @@ def test_longppl_is_in_the_table_and_in_json(tiny, tmp_path, copying, monkeypatc
     assert {"value", "low", "high", "n"} <= set(scores[0])
 
 
+@pytest.mark.long
 def test_longppl_leaves_the_cells_of_perplexity(tiny, tmp_path, counted):
     plain = measure_longppl(tiny, tmp_path / "results", metric="ppl")
     before = counted["Perplexity"]
@@ -776,6 +781,7 @@ def run_command(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     return stop.value.code or 0, captured.out, captured.err
 
 
+@pytest.mark.long
 def test_relative_gates_use_the_base_model_and_a_failed_gate_exits_3(
     tiny, tmp_path, monkeypatch, capsys
 ):
@@ -1012,6 +1018,7 @@ def test_late_failures_are_found_before_measuring(tiny, tmp_path, counted):
         measure(tiny, tmp_path / "results", baseline=tiny / "learned")
 
 
+@pytest.mark.long
 def test_limit_is_the_number_of_samples_a_task(tiny, tmp_path, monkeypatch, capsys):
     words = [
         "--suite",

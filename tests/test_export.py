@@ -160,6 +160,7 @@ def test_every_format_keeps_per_head_scales(base: str, format: str, exported):
     assert "Runs in" in card
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", available("gguf"))
 def test_gguf_keeps_yarn_parameters(format: str, exported):
     for proof in exported("rope-twin:yarn", format).proofs.values():
@@ -258,6 +259,7 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
     assert (stock["mixture"] - logits(mixture, tokens())).abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_stock_config_names_the_family_and_the_target_length(exported):
     nope, rope = (
         json.loads((exported(f"{base}:scales", "stock").folder / "config.json").read_text())
@@ -268,6 +270,7 @@ def test_stock_config_names_the_family_and_the_target_length(exported):
     assert rope["model_type"] == "llama"
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_peft_loads_the_adapter_on_the_base_and_on_its_stock_export(exported, live_logits):
     peft = pytest.importorskip("peft")
@@ -302,6 +305,7 @@ def test_adapter_holds_ones_for_layers_without_scales(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_transformers_refuses_a_live_folder(exported):
     folder = exported("rope-twin:scales", "live").folder
     with pytest.raises(ValueError, match="farspan-patched"):
@@ -443,6 +447,7 @@ def test_failed_proof_writes_nothing_and_exits_3(tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"base", "patch"}
 
 
+@pytest.mark.long
 def test_proof_detects_one_wrong_head(patched, tmp_path, monkeypatch):
     """nope-twin magnifies rounding, so its tolerance is large, but 2% of a scale is larger."""
     real_fold = registry.fold
@@ -477,6 +482,7 @@ def test_gguf_round_trips_every_llama_cpp_family(name: str, tmp_path):
         read_gguf(tmp_path / "model.gguf", train_tokenizer(["other words"], 270))
 
 
+@pytest.mark.long
 def test_gguf_metadata_describes_the_model_and_tokenizer(exported):
     gguf = pytest.importorskip("gguf")
 
@@ -571,6 +577,7 @@ def test_export_accepts_source_as_the_old_name_of_model(tmp_path):
 PROMPT = "The pass key is 4 7 1 2 3. Remember it. What is the pass key? The"
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_generate_streams_the_greedy_continuation(patched):
     folder = patched("rope-twin:scales")

@@ -283,6 +283,7 @@ FITTING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_what_headlog_shares_becomes_stock_or_is_refused(family: Family, tmp_path):
     model = family.build()

@@ -456,6 +456,7 @@ def test_the_plateau_is_judged_on_the_choose_split_under_the_scales_of_the_searc
     assert all(torch.equal(windows, job.choose) for windows in seen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [3, 5, 14, 16])
 def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(
     tmp_path, stopped, monkeypatch
@@ -823,6 +824,7 @@ def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkey
     assert several.interval == pytest.approx((grid.slope, grid.slope)), "windows that agree"
 
 
+@pytest.mark.long
 def test_the_interval_of_the_law_covers_what_other_text_would_give():
     """Each window has a slope of its own, which moves the best λ̂ of all its positions together.
 
@@ -963,6 +965,7 @@ def test_writes_the_loss_curves_as_png_and_svg(tiny, tmp_path, monkeypatch):
         assert (tmp_path / "patch" / name).read_bytes().startswith(start)
 
 
+@pytest.mark.long
 def test_methods_combine_and_hybrids_scale_layers_without_positions(tiny, tmp_path):
     patch = extend(
         tiny / "hybrid",
@@ -1284,6 +1287,7 @@ def test_refuses_a_folder_with_another_unfinished_search(tiny, tmp_path):
     assert not work.exists()
 
 
+@pytest.mark.long
 def test_checkpoints_without_a_claim_are_not_adopted(tiny, tmp_path, monkeypatch):
     """Another extension's search, which was killed while it removed its folder."""
     options = dict(recipe=replace(FEW, search=QUICK))
@@ -1355,6 +1359,7 @@ def test_an_output_that_appears_meanwhile_is_refused_before_the_search(tiny, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
+@pytest.mark.long
 def test_concurrent_extension_to_the_same_folder_is_refused(tiny, tmp_path):
     options = dict(data=tiny / "text.txt", recipe=replace(FEW, search=QUICK))
 
@@ -1419,6 +1424,7 @@ def test_dynamic_ntk_refuses_another_train_length(tiny, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_extension_resumes_only_with_the_same_text(tiny, tmp_path):
     """An interrupted search ends in the same scales; settings without effect may change."""
     recipe = replace(FEW, search=replace(QUICK, steps=6, save_every=2))
@@ -1464,6 +1470,7 @@ def extend_patch(tiny, source, out, method="headlog", search=STILL, **options):
     return extend(source, 192, out, method, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "method"),
     [
@@ -1494,6 +1501,7 @@ def test_a_search_on_a_patch_starts_from_its_scales(tiny, tmp_path, first, metho
     assert farspan.load(tmp_path / "second").model is not None
 
 
+@pytest.mark.long
 def test_a_search_on_a_patch_measures_and_keeps_all_of_it(tiny, tmp_path):
     """Layout, weights and scales: `before` is the patched model, and the search changes λ̂ only."""
     text, texts = (tiny / "text.txt").read_text(), tmp_path / "texts"
@@ -1659,6 +1667,7 @@ def test_default_recipe_is_the_default_config():
         read_extend_config(None, ["tune=much"])
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_whole_searches(tiny, tmp_path, monkeypatch, capsys):
     """On a CPU: the counts of both searches, and ratios that follow from them."""
     script = Path(__file__).parent.parent / "benchmarks" / "search.py"
@@ -1678,6 +1687,7 @@ def test_the_benchmark_compares_whole_searches(tiny, tmp_path, monkeypatch, caps
     assert f"in {results['ratio']:.2f} of its time" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_uniform_scale_doubles_the_context_of_the_nope_model(tmp_path):
     """A uniform scale of 1.1 lowers the loss at 1,024 tokens by more than 3 nats."""
     model, tokenizer = farspan.load("nope-twin")

@@ -403,6 +403,7 @@ def test_dropout_differs_between_models():
     assert torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_layers_compile_to_one_shared_graph():
     fleet = Fleet([FarspanForCausalLM(network("t5")) for _ in range(2)])
     trainer = FleetTrainer(fleet, [rows(8, 0), rows(8, 1)], FleetPlan(steps=1, batch=4, buckets=1))

@@ -165,6 +165,7 @@ def test_a_list_of_indices_is_no_kind_of_layer():
     assert short_config(computed).num_hidden_layers == 2, "it refuses to be set"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])
 def test_families_that_the_causal_class_does_not_know(family: str, tmp_path):
     if family not in hf.CONFIG_MAPPING:

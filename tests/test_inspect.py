@@ -97,6 +97,7 @@ def test_config_and_behavior_are_compared():
     assert {layer.claimed for layer in inspect_family("gpt2").layers} == {"unknown"}
 
 
+@pytest.mark.long
 def test_windows_scales_norms_and_temperatures_are_reported():
     assert [layer.window for layer in inspect_family("farspan-swan").layers] == [8, 8, 8, None]
     assert [layer.window for layer in inspect_family("llama4").layers] == [8, 8, 8, None]

@@ -213,6 +213,7 @@ def test_saved_models_load_inspect_and_extend(finished):
     assert farspan.load(finished / "patch").model.config.model_type == "farspan"
 
 
+@pytest.mark.long
 def test_compare_attention_of_saved_models(finished, tmp_path):
     folders = sorted(str(path) for path in (finished / "out" / "models").glob("copy*"))[:2]
     comparison = compare_attention(
@@ -468,6 +469,7 @@ def test_two_held_out_examples_are_enough():
     assert len(make_task_data(study, "copy", "none", WordTokenizer()).held_out) == 2
 
 
+@pytest.mark.long
 def test_theorems_writes_proofs_and_readings(tmp_path):
     analysis = theorems(["nope-twin"], length=64, windows=4, out=tmp_path / "positions")
     for proof in analysis.proofs:
@@ -776,6 +778,7 @@ def assert_ends(pid: int) -> None:
         pytest.fail("the worker kept running")
 
 
+@pytest.mark.long
 def test_workers_end_when_their_parent_is_killed(tmp_path, monkeypatch):
     script, file = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(PARENT_AND_WORKER)

@@ -153,6 +153,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.long
 def test_finetune_learns_resumes_and_records(tiny, tmp_path, no_figures):
     out = tmp_path / "run"
     result = finetune(tiny, "parity", [*SETTINGS, "steps=40"], out)

@@ -366,6 +366,7 @@ def test_no_mask_of_queries_by_keys_without_a_cache():
     assert sizes == [None] * 4
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_compiled_decoding_step_is_one_graph():
     model, ids = family_named("llama").build(), tokens(LENGTH)

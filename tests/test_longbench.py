@@ -316,6 +316,7 @@ def test_prompts_of_one_length_share_a_batch_and_keep_their_order():
     assert sorted(shapes) == [(2, 3), (4, 3), (4, 5)]
 
 
+@pytest.mark.long
 def test_batched_answers_equal_those_of_single_prompts(data_file, tokenizer, model, monkeypatch):
     """The CPU runs prompts one by one, a GPU several at once."""
     evaluation, sizes = LongBench(data_file, (64,)), []
@@ -605,6 +606,7 @@ def test_min_new_tokens_suppresses_an_early_end(model):
     assert len(generate_tokens(model, row, 4, end_ids=[output[0]], min_new_tokens=1)[0]) >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beams", [1, 5])
 def test_runs_are_deterministic_and_samples_are_json(data_file, tokenizer, beams):
     rows = [official_row(task, 0) for task in load_tasks()]
@@ -625,6 +627,7 @@ def test_runs_are_deterministic_and_samples_are_json(data_file, tokenizer, beams
     assert any(sample["prediction"] for sample in samples)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not BENCH.exists(), reason="the benchmark data is not available")
 def test_complete_minilongbench_is_named_and_right_answers_score_100(tmp_path):
     file = tmp_path / "mini.jsonl"

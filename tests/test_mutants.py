@@ -75,12 +75,13 @@ def test_tests_that_fail_without_a_change_are_left_out(tmp_path, monkeypatch):
     """They would notice every mutant. It needs `coverage`, which CI has before the long tests."""
     coverage = pytest.importorskip("coverage").CoverageData(str(tmp_path / "coverage"))
     path = str(mutants.SOURCE / "farspan" / "errors.py")
-    for name in ("slow", "fails", "quick[b]", "quick[a]", "raises"):
+    for name in ("slow", "fails", "quick[b]", "quick[a]", "raises", "slowest"):
         coverage.set_context(f"tests/test_a.py::test_{name}|run")
         coverage.add_lines({path: [1]})
     coverage.write()
     cases = {
         "slow": (3, ""),
+        "slowest": (11, ""),
         "fails": (1, "<failure/>"),
         "quick[b]": (2, ""),
         "quick[a]": (1, ""),

@@ -111,6 +111,7 @@ def test_stored_prediction_equals_the_answer_exactly_on_a_hit(blunted):
         assert (sample["said"] == f" {sample['key']}") == sample["hit"]
 
 
+@pytest.mark.long
 def test_reusing_a_prefix_changes_no_hit(blunted, grid, hits):
     lengths = grid.lengths[::3]
     expected = {key: hit for key, hit in hits.items() if key[0] in lengths}
@@ -146,6 +147,7 @@ def test_no_prefix_is_kept_when_the_model_changes(monkeypatch):
     assert all(map(torch.equal, changed, logits_at(0.7, replace(grid))))
 
 
+@pytest.mark.long
 def test_cells_reuse_the_prefix_of_earlier_cells(blunted, monkeypatch):
     monkeypatch.setattr(passkey, "CHUNK", 16)
     tokens: list[int] = []
@@ -166,6 +168,7 @@ def test_cells_reuse_the_prefix_of_earlier_cells(blunted, monkeypatch):
     assert sum(tokens) == together, "passkey_accuracy shares one prefix over all depths"
 
 
+@pytest.mark.long
 def test_logits_do_not_depend_on_the_order_of_cells(blunted, monkeypatch):
     """The prefix is computed in fixed chunks, so that logits are equal to the last bit."""
     model, tokenizer = blunted
@@ -508,6 +511,7 @@ def test_scores_by_length_over_the_grid_and_by_depth():
     assert all(0 <= score.low <= score.value <= score.high <= 1 for score in scores)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"depths": 10}, {"depths": 2, "keys": 3, "seed": 5, "batch": 2}]
 )

@@ -80,6 +80,7 @@ def brute_force_losses(model, contexts: list[tuple[int, ...]], targets: list[int
     return losses
 
 
+@pytest.mark.long
 def test_sliding_windows_equal_brute_force_token_by_token():
     """300 random texts, lengths and strides in float64.
 

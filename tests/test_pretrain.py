@@ -173,6 +173,7 @@ def test_recipes_follow_the_papers():
     )
 
 
+@pytest.mark.long
 def test_flops_count_matrix_products_and_attention():
     config = read_recipe("small-nope").config()
     model = FarspanForCausalLM(config)
@@ -303,6 +304,7 @@ def test_refuses_impossible_settings_when_the_recipe_is_read(tiny, overrides, me
         read_recipe(str(tiny), overrides)
 
 
+@pytest.mark.long
 def test_a_recipe_starts_from_the_weights_of_another_model(tiny, tmp_path):
     """From a bundled model by its name, here without its rotation; a missing folder is refused."""
     shape = [

@@ -141,6 +141,7 @@ def test_every_class_of_results_is_among_the_tested(results):
     assert in_farspan - abstract - tested == {StudyResults, PretrainEstimate, LabEstimate}
 
 
+@pytest.mark.long
 def test_results_with_a_figure_draw_it(results):
     drawn = [result for result in results if isinstance(result, Plotted)]
     assert {type(result) for result in drawn} == {Diagnosis, Diagnoses, ExtendResult, EvalResult}

@@ -203,6 +203,7 @@ def test_facts_that_leave_one_token_of_a_row_are_put_in():
     assert starts - {"~"}, "a fact may begin a row"
 
 
+@pytest.mark.long
 def test_facts_share_nothing_with_the_evaluations():
     """No number of their lengths, no sentence, and none of their words as names or values."""
     texts = fact_rows(1000)

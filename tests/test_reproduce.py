@@ -627,6 +627,7 @@ def test_scales_and_entropies_are_correlated_within_a_layer():
     assert "| m | headscale | 2× | 1.27 (1.10–1.50) | 6 | none | 2.00 | -1.00 |" in text
 
 
+@pytest.mark.long
 def test_processes_share_a_study(tiny):
     """Each cell is measured by one of two processes, and both return all results."""
     study, out = str(tiny / "study.toml"), tiny / "out"

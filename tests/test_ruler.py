@@ -302,6 +302,7 @@ class TwoTokensPerCharacter:
         return {"input_ids": [half for letter in text for half in (ord(letter), 0)]}
 
 
+@pytest.mark.long
 def test_the_answer_has_its_published_room_or_more_if_its_tokens_need_it(tokenizers, files):
     def rooms(tokenizer, tasks=TASKS, length=4096):
         evaluation = Ruler((length,), tasks, 2, **files)
@@ -566,6 +567,7 @@ def test_the_average_says_of_how_many_tasks_it_is(files):
     assert whole["qa_1", "string_match", 4096].tags["haystack"] == "squad.json"
 
 
+@pytest.mark.long
 def test_a_model_runs_the_suite(tiny, tmp_path, files):
     result = farspan.evaluate(
         tiny,

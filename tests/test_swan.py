@@ -529,6 +529,7 @@ def test_swan_trains_bf16_weights_in_float32():
     assert patch.apply(build("llama", torch.bfloat16))
 
 
+@pytest.mark.long
 def test_cross_entropy_trains_on_the_text():
     """It lowers the loss on the search text more than the base's predictions do."""
     losses = {}
@@ -690,6 +691,7 @@ def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
     assert first != other
 
 
+@pytest.mark.long
 def test_answers_of_facts_reach_the_loss(monkeypatch):
     model, batches = BY_NAME["llama"].build(), []
     monkeypatch.setattr(
@@ -833,6 +835,7 @@ def test_a_layout_that_changes_nothing_is_refused():
 # Low rank.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -918,6 +921,7 @@ def stop_at(step: int):
     return progress
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "shares"),
     [(0, {"repeats": 0.0}), (2, {"repeats": 0.4, "facts": 0.4})],
@@ -1064,6 +1068,7 @@ def test_the_recipe_reaches_the_method(monkeypatch):
     assert seen == [(SwanConfig(window=64, layers="even"), TuningConfig(rank=4))]
 
 
+@pytest.mark.long
 def test_an_extension_killed_while_it_distills_resumes(tiny, tmp_path):
     overrides = [*FEW, "tuning.steps=4", "tuning.batch=2", "tuning.save_every=1"]
     overrides += ["swan.global_share=0.5", "swan.facts=0.3"]
@@ -1144,6 +1149,7 @@ def test_sharpening_measures_every_slope_and_scales_by_the_chosen_one(monkeypatc
     assert swan_module._sharpen(model, job, (1, 3), 0.0) is None
 
 
+@pytest.mark.long
 def test_sharpening_scales_the_global_layers_only_and_is_recorded(monkeypatch):
     model = build("farspan-rope")
     monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: 0.15)
@@ -1215,6 +1221,7 @@ def test_lost_retrieval_is_measured_with_the_whole_patch():
     assert_unchanged(model, before)
 
 
+@pytest.mark.long
 def test_the_estimate_counts_tokens_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = ["swan.tokens=8192", "tuning.batch=4", "passkeys=0"]

@@ -36,6 +36,7 @@ def test_a_family_holds_or_is_refused_in_a_sentence(family: str, tmp_path, monke
     assert not broken
 
 
+@pytest.mark.long
 def test_a_check_that_fails_is_a_traceback_and_a_refusal_is_none(tmp_path, monkeypatch):
     def fail(subject):
         raise KeyError("nothing")

@@ -265,6 +265,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "length"), SMALL)
 def test_count_is_the_number_of_distinct_examples(name, length):
     task, rng = TASKS[name], np.random.default_rng(0)
@@ -532,6 +533,7 @@ def test_scan_splits_have_the_sizes_of_the_papers():
     assert not any(map(count, range(49, 200)))
 
 
+@pytest.mark.long
 def test_pcfg_expressions_have_released_sizes():
     rng = np.random.default_rng(0)
     for functions in (*range(1, 36), 44, 57, 69):  # beyond 35, few binary functions fit
@@ -611,6 +613,7 @@ def test_scan_equals_the_released_data(bench):
     assert ours == dict(released)
 
 
+@pytest.mark.long
 def test_pcfg_interpreter_agrees_with_the_released_data(bench):
     pairs = [
         json.loads(line)

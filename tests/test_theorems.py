@@ -48,6 +48,7 @@ def arbitrary_function(values: np.ndarray) -> AttentionRule:
     return AttentionRule("any function", lambda distance: values[distance], features, query, key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rule",
     [
@@ -154,6 +155,7 @@ def test_read_positions_finds_constructed_positions():
     assert 0 <= first.error < 1
 
 
+@pytest.mark.long
 def test_bundled_model_without_positions_encodes_them_in_its_layers():
     """The bundled models differ in their encoding only. The one without encodes positions in its
     middle layers; the rotary one, whose attention depends on distances, hardly does."""

@@ -724,6 +724,7 @@ def test_clipping_limits_the_gradient_and_returns_the_norm_before(recipe, traini
     assert clipped == pytest.approx(1e-3, rel=1e-2)
 
 
+@pytest.mark.long
 def test_the_loss_decreases(recipe, training_data, tmp_path):
     longer = with_train(recipe, steps=50, save_every=50)
     pretrain.pretrain(longer, tmp_path / "run", training_data=training_data)

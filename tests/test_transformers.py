@@ -403,6 +403,7 @@ def test_sdpa_equals_eager_in_half_precision(model, eager):
     assert largest_change(half(tokens()).logits, eager_half(tokens()).logits) < 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", UNBIASED, ids=lambda family: family.name)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
@@ -455,6 +456,7 @@ def test_a_mask_of_four_dimensions_is_taken_as_it_is(model):
     assert largest_change(model(rows).logits[:, 4:], logits) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("position", [["rope/8", "none"], ["t5", "t5"]], ids=["windowed", "t5"])
 @torch.no_grad()
 def test_a_compiled_model_is_one_graph(position: list[str]):
