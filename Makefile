@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage long mutants families torture torture-full oldest check lint types dev figures \
+.PHONY: demo test coverage long all-tests mutants families torture torture-full oldest check lint types dev figures \
 	docs wheel clean
 
 demo: $(VENV)/.installed
@@ -28,6 +28,10 @@ coverage: $(VENV)/.installed-dev
 # The tests that take seconds or minutes. Files without one are not imported.
 long: $(VENV)/.installed
 	$(PYTEST) -m "long and not manual" $$(grep -l mark.long tests/test_*.py)
+
+# Both, in one session, which starts its workers once.
+all-tests: $(VENV)/.installed-dev
+	$(PYTEST) -m "not manual"
 
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev

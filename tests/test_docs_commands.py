@@ -86,7 +86,7 @@ def check_farspan(arguments: list[str]) -> None:
 def check_script(path: str, arguments: list[str]) -> None:
     source = (ROOT / path).read_text()
     for option in (each for each in arguments if each.startswith("--")):
-        assert f'"{option}"' in source
+        assert f'"{option}"' in source, f"{path} has no option {option}"
 
 
 def check(command: str) -> None:
@@ -94,7 +94,8 @@ def check(command: str) -> None:
     if program == "farspan":
         check_farspan(arguments)
     elif program == "make":
-        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert arguments[0] in targets, f"the Makefile has no target {arguments[0]}"
     else:
         path, *options = arguments
         check_script(path, options)
@@ -131,8 +132,8 @@ def test_commands_run_or_say_why_not(page: Path, tmp_path, monkeypatch):
         ("farspan lab run lab-grid stepz=3", "stepz"),
         ("farspan pretrain my.toml stepz=3", "stepz"),
         ("farspan prune MODEL", "prune"),
-        ("make figure", ""),
-        ("python benchmarks/fleet.py --size 3", ""),
+        ("make figure", "no target figure"),
+        ("python benchmarks/fleet.py --size 3", "has no option --size"),
     ],
 )
 def test_an_invalid_command_is_noticed(command: str, error: str):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from farspan.evals.engine import Engine
 from farspan.evals.scores import EvalCell
@@ -87,7 +88,8 @@ def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, 
     length = measured_length(model.model)
     ids = torch.arange(min(model.max_positions or length, length))[None] % vocabulary
     speed = ForwardSpeed.measure(model.model, model.layers or (), ids)
-    step = _decoding_step(model, ids) if any(cell.eval in ANSWERS for cell in cells.values()) else 0
+    has_answers = any(cell.eval in ANSWERS for cell in cells.values())
+    step = _decoding_step(model.model, ids) if has_answers else 0.0
     together = model.model.device.type == "cuda"  # the prompts of a cell are decoded
     seconds = {}
     for key, cell in cells.items():
@@ -101,6 +103,6 @@ def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, 
 
 
 @torch.no_grad()
-def _decoding_step(model: EvalModel, ids: Tensor) -> float:
-    token = ids[:, :1].to(model.model.device)
-    return fastest_run(token.device, lambda: model.model(input_ids=token, use_cache=False))
+def _decoding_step(model: PreTrainedModel, ids: Tensor) -> float:
+    token = ids[:, :1].to(model.device)
+    return fastest_run(token.device, lambda: model(input_ids=token, use_cache=False))
