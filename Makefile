@@ -10,14 +10,15 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage long all-tests mutants families torture torture-full oldest check lint types dev figures \
+.PHONY: demo test coverage long mutants families torture torture-full oldest check lint types dev figures \
 	docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
 
+# With MARKERS="not manual" it includes the long tests: one session starts its workers once.
 test: $(VENV)/.installed
-	$(PYTEST)
+	$(PYTEST) $(if $(MARKERS),-m "$(MARKERS)")
 
 # The lines of src/farspan that the tests reach; takes more than twice as long. Tracing also slows
 # the commands that tests start, so the one that limits the time of `farspan --help` is left out.
@@ -28,10 +29,6 @@ coverage: $(VENV)/.installed-dev
 # The tests that take seconds or minutes. Files without one are not imported.
 long: $(VENV)/.installed
 	$(PYTEST) -m "long and not manual" $$(grep -l mark.long tests/test_*.py)
-
-# Both, in one session, which starts its workers once.
-all-tests: $(VENV)/.installed-dev
-	$(PYTEST) -m "not manual"
 
 # Does a test notice when one operator or number of the code changes? Rerun to resume.
 mutants: $(VENV)/.installed-dev
