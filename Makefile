@@ -20,10 +20,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) $(if $(MARKERS),-m "$(MARKERS)")
 
-# The lines of src/farspan that the tests reach; takes more than twice as long. Tracing also slows
+# The lines of src/farspan that all tests reach; takes more than twice as long. Tracing also slows
 # the commands that tests start, so the one that limits the time of `farspan --help` is left out.
 coverage: $(VENV)/.installed-dev
-	$(PYTEST) --cov --cov-report=term:skip-covered \
+	$(PYTEST) -m "not manual" --cov --cov-report=term:skip-covered \
 		--deselect tests/test_architecture.py::test_help_is_quick
 
 # The tests that take seconds or minutes. Files without one are not imported.

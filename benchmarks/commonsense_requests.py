@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 import farspan
-from farspan.evals.commonsense import TASKS, Commonsense, _evaluate, _silenced
+from farspan.evals.commonsense import TASKS, Commonsense, evaluate_task, silenced
 from farspan.files import write_text
 from farspan.loading import load_tokenizer
 
@@ -56,9 +56,9 @@ def write_requests(model: str, data: Path, limit: int, out: Path) -> None:
     lines = []
     for name in TASKS:
         writer = RequestWriter()
-        with tempfile.TemporaryDirectory() as folder, _silenced():
+        with tempfile.TemporaryDirectory() as folder, silenced():
             task = Commonsense(data, 0, limit=limit)._task(name, Path(folder))
-            items = _evaluate(writer, task, limit)
+            items = evaluate_task(writer, task, limit)
         requests = iter(writer.requests)
         for item in items:
             # acc_norm divides by the length of a choice without the space in front of it

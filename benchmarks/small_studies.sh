@@ -4,15 +4,15 @@
 #     benchmarks/small_studies.sh path/to/data OUT
 #
 # path/to/data has the corpora of docs/corpora.md. Every step writes OUT/STEP/results.json, whose
-# cells are lines for docs/records. Cells are computed by JOBS processes at once (CUDA's MPS makes
-# them share the GPU). Rerun to resume: finished models and cells are not repeated.
+# cells are lines for docs/records. JOBS processes share the cells of a step. Rerun to resume:
+# finished models and cells are not repeated.
 #
 # STEPS chooses steps: train extend swan peers train-again extend-again.
-# For a trial on a CPU: NOPE=nope-twin ROPE=rope-twin STEPS="extend swan peers" JOBS=1 and
+# For a trial on a CPU: NOPE=nope-twin ROPE=rope-twin STEPS="extend swan" and
 # SETTINGS="report_windows=1 passkeys=1 extension.choose_windows=1 …".
-set -uo pipefail
+set -euo pipefail
 data=$1 out=$2
-STEPS=${STEPS:-train extend swan peers train-again extend-again} JOBS=${JOBS:-3}
+STEPS=${STEPS:-train extend swan peers train-again extend-again} JOBS=${JOBS:-1}
 NOPE=${NOPE:-small-nope} ROPE=${ROPE:-small-rope} SETTINGS=${SETTINGS:-}
 FARSPAN=${FARSPAN:-farspan}
 mkdir -p "$out/logs"
@@ -32,18 +32,19 @@ study() {
     done
     for pid in "${pids[@]}"; do wait "$pid" || failed=$?; done
     say "$step ended: exit code $failed"
+    return "$failed"
 }
 
 train() { # NAME SEED RUNS
+    [ -e "$3/$1/model" ] && return
     $FARSPAN pretrain "$1" "seed=$2" "data.folder=$data" -o "$3/$1" > "$out/logs/$1-$2.txt" 2>&1
-    say "$1, seed $2: exit code $?"
+    say "$1, seed $2, is trained"
 }
 
 swan_peers='"none", "swan:swan.tokens=7536640", "yarn",
     "yarn:tune=fair,tuning.steps=115,tuning.batch=8,tuning.micro_batch=2",
     "drope:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64",
     "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512"'
-[ "$ROPE" = small-rope ] || swan_peers='"none", "yarn"'
 nope='"none", "uniform", "headscale", "headlog", "piecewise", "logn",
     "headscale:search.constraint=false", "headscale:search.init=1"'
 rope='"none", "uniform", "ntk", "dynamic-ntk", "yarn", "pi:tune=fair", "yarn:tune=fair"'
@@ -52,14 +53,14 @@ extend="methods={$NOPE=[${nope//$'\n'/}], $ROPE=[${rope//$'\n'/}]}"
 for step in $STEPS; do
     say "$step"
     case $step in
-        train) train "$NOPE" 0 "$out/runs" && train "$ROPE" 0 "$out/runs" ;;
+        train) train "$NOPE" 0 "$out/runs"; train "$ROPE" 0 "$out/runs" ;;
         extend) study extend extend-small "$out/runs" "$extend" "grids=[\"$NOPE\"]" ;;
         # Passkey documents in the text of distillation, as in that of pretraining.
         swan) study swan swan "$out/runs" search=small-mixture.toml "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
         peers) study peers swan "$out/runs" search=small-mixture.toml \
             "methods={$ROPE=[${swan_peers//$'\n'/}]}" ;;
-        train-again) train "$NOPE" 1 "$out/runs-1" && train "$ROPE" 1 "$out/runs-1" ;;
+        train-again) train "$NOPE" 1 "$out/runs-1"; train "$ROPE" 1 "$out/runs-1" ;;
         extend-again) study extend-again extend-small "$out/runs-1" "$extend" "seeds=[0]" \
             "grids=[]" ;;
         *) say "unknown step $step" && exit 2 ;;

@@ -332,6 +332,21 @@ def test_needles_have_20_samples_or_the_limit(tiny, name, limit, samples):
     assert build(model, make_plan(model, SUITES[name], config, {})).samples == samples
 
 
+@pytest.mark.parametrize(
+    ("name", "task"), [("needle", "single"), ("ruler", "vt"), ("commonsense", "piqa")]
+)
+def test_suites_measure_the_chosen_tasks_once(tiny, name, task):
+    model = load_eval_model(tiny / "none", {})
+    (build,) = SUITES[name].builds
+
+    def tasks(*chosen: str) -> tuple[str, ...]:
+        config = EvalConfig((2048,), tasks=chosen)
+        return build(model, make_plan(model, SUITES[name], config, {})).tasks
+
+    assert tasks(task, task) == (task,)
+    assert len(tasks()) > 1, "all of the suite"
+
+
 def test_requested_lengths_are_not_cut_to_the_text(tiny):
     model = load_eval_model(tiny / "none", {})
     plan = make_plan(model, SUITES["perplexity"], EvalConfig((256, 10**6)), {"a": tiny / "text"})

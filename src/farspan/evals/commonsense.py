@@ -180,14 +180,14 @@ class Commonsense:
         return {"data": prefix + name, "sha256": sha256_of(file)}
 
     def _run(self, cell: EvalCell, model: Any, tokenizer: Any, batch: int) -> list[Sample]:
-        with tempfile.TemporaryDirectory() as folder, _silenced():
+        with tempfile.TemporaryDirectory() as folder, silenced():
             task = self._task(cell.task, Path(folder))
             reset_dynamic_rope(model)
             # a copy, since the harness may add a padding token
             harness_tokenizer = copy.deepcopy(tokenizer)
             add_begin_of_text(harness_tokenizer, bool(begin_of_text(tokenizer)))
             harness = _harness(model, harness_tokenizer, cell.length, batch)
-            items = _evaluate(harness, task, self.limit)
+            items = evaluate_task(harness, task, self.limit)
         tokens = iter(harness.tokens)
         samples = []
         for item in items:
@@ -322,7 +322,7 @@ def _harness(model: Any, tokenizer: Any, length: int, batch: int) -> Any:
     )
 
 
-def _evaluate(harness: Any, task: Any, limit: int | None) -> list[dict[str, Any]]:
+def evaluate_task(harness: Any, task: Any, limit: int | None) -> list[dict[str, Any]]:
     """The harness's record of every item, in order."""
     from lm_eval.evaluator import evaluate
 
@@ -332,7 +332,7 @@ def _evaluate(harness: Any, task: Any, limit: int | None) -> list[dict[str, Any]
 
 
 @contextlib.contextmanager
-def _silenced():
+def silenced():
     """Suppress the harness's progress bars and warnings; truncation is counted separately."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield

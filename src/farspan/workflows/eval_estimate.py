@@ -17,7 +17,6 @@ from farspan.workflows.timing import ForwardSpeed, fastest_run, measured_length
 
 # The settings of a cell that count its texts.
 COUNTS = ("count", "curve", "keys", "samples", "limit")
-CPU = torch.device("cpu")
 SAID_FROM = 5.0  # seconds; a shorter evaluation is not worth a sentence
 SHARED = {"passkey": 0.5}  # prompts share their beginning, on average half of a text
 ANSWERS = {"needle": 24, "nonliteral": 8, "ruler": 96, "longbench": 64}  # tokens, roughly
@@ -34,7 +33,8 @@ class EvalClock:
         self.seconds = _cell_seconds(model, missing)
         self.unknown = len(missing) - len(self.seconds)
         self.measured: list[tuple[float, float]] = []  # of finished cells: expected and real
-        self.per_cell = getattr(model.model, "device", CPU).type == "cuda"
+        local = None if isinstance(model.model, Engine) else model.model
+        self.per_cell = local is not None and local.device.type == "cuda"
         self.last = time.monotonic()
 
     @property
@@ -70,7 +70,7 @@ class EvalClock:
 def pace_and_overhead(
     measured: Sequence[tuple[float, float]], per_cell: bool
 ) -> tuple[float, float]:
-    """Seconds by expected second, and seconds that every cell takes beside, of finished cells.
+    """Of finished cells: real seconds for each expected one, and the overhead of a cell in seconds.
 
     per_cell: whether cells that take longer than expected do so by a constant. On a GPU short cells
         wait for the launch of kernels, and long ones for arithmetic; a busy CPU slows down both.
