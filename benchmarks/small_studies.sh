@@ -7,14 +7,16 @@
 # cells are lines for docs/records. JOBS processes share the cells of a step. Rerun to resume:
 # finished models and cells are not repeated.
 #
-# STEPS chooses steps: train extend swan peers train-again extend-again.
+# STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants swan peers
+# train-again extend-again small-swan. extend-nope and extend-rope are the two halves of extend,
+# which writes the results of both. Calls with other steps and the same OUT can share a GPU.
 # For a trial on a CPU: NOPE=nope-twin ROPE=rope-twin STEPS="extend swan" and
 # SETTINGS="report_windows=1 passkeys=1 extension.choose_windows=1 …".
 set -euo pipefail
 data=$1 out=$2
-STEPS=${STEPS:-train extend swan peers train-again extend-again} JOBS=${JOBS:-1}
-NOPE=${NOPE:-small-nope} ROPE=${ROPE:-small-rope} SETTINGS=${SETTINGS:-}
-FARSPAN=${FARSPAN:-farspan}
+all="train-nope train-rope extend variants swan peers train-again extend-again small-swan"
+STEPS=${STEPS:-$all} JOBS=${JOBS:-1} NOPE=${NOPE:-small-nope} ROPE=${ROPE:-small-rope}
+SETTINGS=${SETTINGS:-} FARSPAN=${FARSPAN:-farspan}
 mkdir -p "$out/logs"
 
 say() { echo "$(date +%T) $*" | tee -a "$out/logs/times.txt"; }
@@ -48,21 +50,37 @@ swan_peers='"none", "swan:swan.tokens=7536640", "yarn",
 nope='"none", "uniform", "headscale", "headlog", "piecewise", "logn",
     "headscale:search.constraint=false", "headscale:search.init=1"'
 rope='"none", "uniform", "ntk", "dynamic-ntk", "yarn", "pi:tune=fair", "yarn:tune=fair"'
-extend="methods={$NOPE=[${nope//$'\n'/}], $ROPE=[${rope//$'\n'/}]}"
+nope="$NOPE=[${nope//$'\n'/}]" rope="$ROPE=[${rope//$'\n'/}]"
+own=search.steps=0,search.lr=[0.2] # the default search, which ends at a plateau
+short=search.steps=50,search.warmup=5
+variants="\"headscale:$own\", \"headlog:$own\", \"headlog:$own,search.batch=8\",
+    \"headlog:$own,search.batch=8,search.repeats=0\", \"headlog:$short\",
+    \"headlog:$short,search.repeats=0.5\", \"headlog:$short,search.repeats=1\",
+    \"headscale:$short,search.repeats=1\", \"headlog:search.repeats=1\""
 
 for step in $STEPS; do
     say "$step"
     case $step in
-        train) train "$NOPE" 0 "$out/runs"; train "$ROPE" 0 "$out/runs" ;;
-        extend) study extend extend-small "$out/runs" "$extend" "grids=[\"$NOPE\"]" ;;
+        train-nope) train "$NOPE" 0 "$out/runs" ;;
+        train-rope) train "$ROPE" 0 "$out/runs" ;;
+        extend-nope) study extend extend-small "$out/runs" "methods={$nope}" passkeys=10 \
+            "grids=[\"$NOPE\"]" ;;
+        extend-rope) study extend extend-small "$out/runs" "methods={$rope}" passkeys=10 \
+            "grids=[]" ;;
+        extend) study extend extend-small "$out/runs" "methods={$nope, $rope}" passkeys=10 \
+            "grids=[\"$NOPE\"]" ;;
+        variants) study variants extend-small "$out/runs" "grids=[]" passkeys=10 "factors=[4, 8]" \
+            "seeds=[0]" "methods={$NOPE=[${variants//$'\n'/}]}" ;;
         # Passkey documents in the text of distillation, as in that of pretraining.
         swan) study swan swan "$out/runs" search=small-mixture.toml "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
         peers) study peers swan "$out/runs" search=small-mixture.toml \
             "methods={$ROPE=[${swan_peers//$'\n'/}]}" ;;
-        train-again) train "$NOPE" 1 "$out/runs-1"; train "$ROPE" 1 "$out/runs-1" ;;
-        extend-again) study extend-again extend-small "$out/runs-1" "$extend" "seeds=[0]" \
-            "grids=[]" ;;
+        train-again) train "$NOPE" 1 "$out/runs-1" ;;
+        extend-again) study extend-again extend-small "$out/runs-1" "methods={$nope}" "seeds=[0]" \
+            passkeys=10 "grids=[]" ;;
+        small-swan) study small-swan swan "$out/runs" search=small-mixture.toml \
+            'methods={small-swan=["none"]}' ;;
         *) say "unknown step $step" && exit 2 ;;
     esac
 done
