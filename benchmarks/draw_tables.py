@@ -19,7 +19,15 @@ from heldout import marks, scores
 from farspan.files import write_text
 from farspan.lab.ranking import Table, accuracy_table, rank_table
 from farspan.report.elements import short_length
-from farspan.report.study_tables import markdown, paired_difference
+from farspan.report.study_tables import (
+    heads_table,
+    law_table,
+    loss_marks,
+    loss_table,
+    markdown,
+    mean_at,
+    paired_difference,
+)
 
 BLOCK = re.compile(r"^( *)<!-- table: (.+?) -->\n.*?^ *<!-- end -->$", re.DOTALL | re.MULTILINE)
 Record = dict[str, Any]
@@ -214,6 +222,67 @@ def heldout(source: str, label: str) -> Table:
     return [label, *map(str, marks(result["train_length"]))], rows
 
 
+def labeled_cells(source: str) -> list[Record]:
+    """Cells of a study whose methods are named by their labels."""
+    return [{**cell, "method": cell["label"]} for cell in select(source)]
+
+
+def study_losses(source: str, text: str) -> Table:
+    """Loss of the cells of a study by length, bold at the target of a row; passkeys once."""
+    cells = labeled_cells(source)
+    header, rows = loss_table(cells, text)
+    marks_by_factor = {
+        f"{mark // cells[0]['train_length']}×": index
+        for index, mark in enumerate(loss_marks(cells[0]), start=3)
+    }
+    for row in rows:
+        if row[2]:
+            column = marks_by_factor[row[2]]
+            row[column] = f"**{row[column]}**"
+    end = None if text == next(iter(cells[0]["loss"])) else -1
+    return [text, "target", *header[3:end]], [row[1:end] for row in rows]
+
+
+def study_heads(source: str) -> Table:
+    """Scales, knees and entropies of the cells of a study."""
+    header, rows = heads_table(labeled_cells(source))
+    return ["", "target", *header[3:]], [row[1:] for row in rows]
+
+
+def best_scale_law(source: str) -> Table:
+    header, rows = law_table(select(source))
+    return header[1:], [row[1:] for row in rows]
+
+
+# Perplexities on pg19 at L, 2L, 4L and 8L in Table 2 of Wang 2024, of rows of the study
+WANG_2024 = {
+    ("**NoPE** as trained", 1): "14.6 / 327 / >10³ / >10³",
+    ("uniform", 4): "19.0 / 20.2 / 45.3 / 224",
+    ("headscale", 2): "14.8 / 15.3 / 405 / >10³",
+    ("headscale", 4): "15.7 / 15.3 / 21.1 / 722",
+    ("headscale", 8): "18.3 / 19.0 / 18.8 / 30.4",
+    ("**RoPE** as trained", 1): "14.5 / 491 / 489 / 600",
+    ("dynamic-ntk", 8): "14.5 / 14.9 / 22.8 / 80.4",
+    ("yarn", 8): "14.5 / 14.5 / 15.0 / 17.1",
+    ("pi, tuned 200 steps", 8): "18.7 / 18.4 / 18.3 / 18.2",
+    ("yarn, tuned 200 steps", 8): "15.9 / 15.6 / 15.4 / 15.5",
+}
+
+
+def paper_perplexities(source: str, text: str) -> Table:
+    """Perplexities at L, 2L, 4L and 8L beside those of Wang 2024."""
+    cells, rows = select(source), []
+    for (label, factor), theirs in WANG_2024.items():
+        group = [cell for cell in cells if (cell["label"], cell["factor"]) == (label, factor)]
+        ours = (
+            np.exp(np.mean([mean_at(cell, cell["loss"][text], mark) for cell in group]))
+            for mark in loss_marks(group[0])[1:]
+        )
+        name = label if factor == 1 else f"{label}, for {factor}×"
+        rows.append([name, " / ".join(f"{value:.0f}" for value in ours), theirs])
+    return ["method", "farspan", "Wang 2024"], rows
+
+
 def lab_accuracy() -> Table:
     header, rows = accuracy_table(lab_entries())
     return header, [bold_best(row) for row in rows]
@@ -245,6 +314,10 @@ TABLES = {
         twin_layers,
         twin_rotation,
         heldout,
+        study_losses,
+        study_heads,
+        best_scale_law,
+        paper_perplexities,
         lab_accuracy,
         lab_ranks,
     )

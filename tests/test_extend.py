@@ -425,6 +425,15 @@ def test_a_search_cools_down_and_ends_when_the_choose_split_gains_nothing(
     )
 
 
+def test_the_least_gain_of_a_plateau_is_a_setting(monkeypatch):
+    losses = iter([3.0, 2.0, 1.999, 1.998, 1.9975, 1.9971])
+    monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    headscale(model, job, replace(PLATEAU, min_gain=0.0009))
+    assert details_of(job)["steps"] == 40, "a gain of 0.001 is one now, two of 0.0005 are none"
+
+
 def test_a_search_that_gains_to_the_end_takes_the_most_steps(applied_updates, monkeypatch):
     losses = iter([3.0, 2.0])
     monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))
@@ -1632,6 +1641,7 @@ def test_bf16_weights_are_tuned_in_float32():
     "wrong",
     [
         lambda: SearchConfig(lr=()),
+        lambda: SearchConfig(min_gain=-0.1),
         lambda: SearchConfig(lr=(-1.0,)),
         lambda: SearchConfig(batch=0),
         lambda: SearchConfig(save_every=0),
@@ -1650,7 +1660,7 @@ def test_bf16_weights_are_tuned_in_float32():
 def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(
         FarspanError,
-        match="(lr|batch|save_every|repeats|spans|steps|passkeys|choose_windows|seed) is",
+        match="(lr|min_gain|batch|save_every|repeats|spans|steps|passkeys|choose_windows|seed) is",
     ):
         wrong()
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from farspan.report.study_tables import (
 from farspan.report.style import save
 from farspan.train.metadata import write_training_metadata
 from farspan.workflows import reproduce as reproduce_workflow
-from farspan.workflows.reproduce import reproduce, summarize
+from farspan.workflows.reproduce import _settings, reproduce, summarize
 from farspan.workflows.reproduce_study import ReproduceStudy, list_cells, read_study
 
 
@@ -277,6 +278,8 @@ def test_study_measures_every_cell_once_and_resumes(tiny, finished):
         == len(results[0]["loss"]["books_val"])
     )
     assert results[2]["scales"] != results[3]["scales"], "the seed changes the search"
+    assert [search["steps"] for search in results[2]["searches"]] == [2]
+    assert "searches" not in results[1]
     (grid,) = json.loads((out / "results.json").read_text())["grids"]
     assert len(grid["values"]) == 3
     _delete_uniform_cell(out)
@@ -354,6 +357,15 @@ def test_best_scales_are_stored_and_drawn_by_position_in_train_lengths(finished_
     assert dots.get_ydata() == pytest.approx(grid["best"])
     assert law.get_ydata() == pytest.approx(1 + 0.5 * np.log(np.array(law.get_xdata())))
     assert (min(law.get_xdata()), max(law.get_xdata())) == pytest.approx((34 / 32, 254 / 32))
+
+
+def test_settings_that_came_later_leave_the_keys_of_cells_alone():
+    """Results of earlier versions are found again where a later setting has its default."""
+    study = ReproduceStudy({"nope-twin": ("none",)})
+    assert not {"max_steps", "min_gain"} & _settings(study)["extension"]["search"].keys()
+    search = replace(study.extension.search, min_gain=0.01)
+    changed = replace(study, extension=replace(study.extension, search=search))
+    assert _settings(changed)["extension"]["search"]["min_gain"] == 0.01
 
 
 def test_changed_settings_are_measured_again(tiny, finished):

@@ -45,6 +45,7 @@ class SearchConfig:
 
     steps: int = 0  # exactly so many; 0: until the loss on the choose split no longer falls
     max_steps: int = 200  # of a search that ends at a plateau
+    min_gain: float = PlateauRule.min_gain  # nats; a smaller fall of the loss is a plateau
     batch: int | None = None  # windows per step
     micro_batch: int = 8
     lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
@@ -71,6 +72,8 @@ class SearchConfig:
             raise FarspanError(
                 f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
             )
+        if self.min_gain < 0:
+            raise FarspanError(f"search.min_gain is {self.min_gain:g}; choose 0 or more nats")
         if not 1 <= self.beyond <= 2:
             raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
         if not 0 <= (self.repeats or 0) <= 1:
@@ -106,7 +109,7 @@ class SearchConfig:
             self.lr or ((0.2,) if own else (0.1, 0.05)),
             (4 if own else 20) if self.warmup is None else self.warmup,
             repeats if self.repeats is None else self.repeats,
-            PlateauRule() if own else None,
+            PlateauRule(min_gain=self.min_gain) if own else None,
         )
 
 

@@ -254,8 +254,9 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
         del settings["same_tokens"]
     if study.benchmarks == StudyBenchmarks():
         del settings["benchmarks"]
-    if study.extension.search.max_steps == SearchConfig.max_steps:
-        del settings["extension"]["search"]["max_steps"]
+    for name in ("max_steps", "min_gain"):
+        if getattr(study.extension.search, name) == getattr(SearchConfig, name):
+            del settings["extension"]["search"][name]
     return json.loads(json.dumps(settings))
 
 
@@ -451,8 +452,10 @@ def _measure_cell(
     length = config_train_length(model.config) or 0
     result: Result = {**asdict(cell), "train_length": length, "target": length * cell.factor}
     if cell.method != "none":
-        patch = _fit(texts, cell, model, tokenizer, length, progress)
+        patch, details = _fit(texts, cell, model, tokenizer, length, progress)
         result["patch"] = patch.describe()
+        if "searches" in details:  # how long they were, and why they ended
+            result["searches"] = details["searches"]
         if patch.scales is not None:
             target = torch.tensor([float(patch.target)])
             scales = patch.scales.at(target)[..., 0]  # [layers, heads] at the target
@@ -483,8 +486,11 @@ def _fit(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     progress: Progress,
-) -> Patch:
-    """Fit the method of a cell, and leave its patch applied to the model."""
+) -> tuple[Patch, dict[str, Any]]:
+    """Fit the method of a cell, and leave its patch applied to the model.
+
+    Returns the patch and the details of the fit.
+    """
     method, study = cell.method.partition(":")[0], texts.study
     config = method_config(replace(study.extension, seed=cell.seed), cell.method)
     target = length * cell.factor
@@ -502,7 +508,7 @@ def _fit(
             texts.uniform_scales[key] = best_uniform(model, job, config.search)
         config = replace(config, search=replace(config.search, init=texts.uniform_scales[key]))
     patch, _ = fit_methods(model, layers, job, config, method.split("+"))
-    return patch
+    return patch, job.details
 
 
 def _measure(
