@@ -13,13 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
+from farspan.attention.scales import Scales
+from farspan.diagnosis.curves import Curves
+from farspan.diagnosis.knees import KneeRule, smooth
+from farspan.diagnosis.result import Diagnosis
 from farspan.files import read_json, write_bytes, write_text
 from farspan.lab.ranking import LabEntry, group_entries
 from farspan.lab.study import LabCell
-from farspan.report.figures import best_scales, method_losses
+from farspan.report.figures import (
+    best_scales,
+    entropy_of_heads,
+    heads_by_layer,
+    loss_and_entropy,
+    method_losses,
+    scale_against_entropy,
+)
 from farspan.report.hero import loss_and_retrieval
 from farspan.report.lab_figures import accuracy_by_length
 from farspan.report.study_tables import study_report
@@ -56,6 +69,44 @@ def extend_cells(group: str) -> list[dict[str, Any]]:
     return [cell for cell in records("extend-small") if cell["group"] == group]
 
 
+def diagnoses(group: str) -> list[Diagnosis]:
+    """A part of the diagnoses of 29M models: `models`, `nope-scales` or `rope-scales`."""
+    return [
+        diagnosis_of(record) for record in records("diagnoses-small") if record["group"] == group
+    ]
+
+
+def diagnosis_of(record: dict[str, Any]) -> Diagnosis:
+    """A diagnosis for figures; where heads were not kept, their mean stands for them."""
+    positions, loss = np.array(record["positions"]), np.array(record["loss"])
+    tables = record.get("entropy_by_head", {"0": [record["entropy"]]})
+    heads = {int(layer): np.array(table) for layer, table in tables.items()}
+    curves = Curves(positions, loss, heads, record["windows"], record["length"], every=1)
+    width = KneeRule().smoothing * record["train_length"]
+    scales = torch.tensor(record["scales"]) if "scales" in record else None
+    return Diagnosis(
+        record["label"],
+        record["train_length"],
+        curves,
+        record["loss_knee"],
+        record["entropy_knee"],
+        None,
+        [(layer, head) for layer, head in record["distracted_heads"]],
+        sum(map(len, heads.values())),
+        None,
+        record["verdict"],
+        smooth(positions, loss, width),
+        smooth(positions, curves.entropy, width),
+        scales=None if scales is None else Scales(tuple(range(len(scales))), scales),
+        uniform=record.get("uniform"),
+    )
+
+
+def with_heads() -> list[Diagnosis]:
+    """NoPE as trained, and with one scale per head."""
+    return [each for each in diagnoses("models") if each.heads > 1]
+
+
 def lab_entries() -> list[LabEntry]:
     """The models of lab-grid; of their losses, the last one is kept."""
     return group_entries(
@@ -79,6 +130,12 @@ FIGURES = {
     "swan-small.png": swan_small,
     "extend-small-loss.png": lambda: method_losses(extend_cells("study")),
     "extend-small-scales.png": lambda: best_scales(extend_cells("grids")),
+    "small-entropy.png": lambda: loss_and_entropy(diagnoses("models")),
+    "small-entropy-nope-scales.png": lambda: loss_and_entropy(diagnoses("nope-scales")),
+    "small-entropy-rope-scales.png": lambda: loss_and_entropy(diagnoses("rope-scales")),
+    "small-entropy-heads.png": lambda: entropy_of_heads(with_heads()),
+    "small-entropy-layers.png": lambda: heads_by_layer(with_heads()[0]),
+    "small-scale-entropy.png": lambda: scale_against_entropy(with_heads()[1]),
     "lab-grid.png": lab_grid,
 }
 # The curves of these runs were not kept; the command draws the figure when the run is repeated.

@@ -16,6 +16,7 @@ import numpy as np
 from draw_figures import DOCS, lab_entries, records
 from heldout import marks, scores
 
+from farspan.diagnosis.curves import mean_before
 from farspan.files import write_text
 from farspan.lab.ranking import Table, accuracy_table, rank_table
 from farspan.report.elements import short_length
@@ -283,6 +284,21 @@ def paper_perplexities(source: str, text: str) -> Table:
     return ["method", "farspan", "Wang 2024"], rows
 
 
+def diagnosed(*sources: str) -> Table:
+    """Where the curves of diagnosed models leave their trends, and their mean entropies."""
+    rows = []
+    for line in (line for source in sources for line in select(source)):
+        length = line["train_length"]
+        ends = [
+            f"{mean_before(mark, length, line['positions'], line['entropy']):.2f}"
+            for mark in (length, line["length"])
+        ]
+        knees = [str(line[key] or "none") for key in ("loss_knee", "entropy_knee")]
+        rows.append([line["label"], *knees, str(len(line["distracted_heads"])), *ends])
+    at_ends = (f"entropy at {mark:,}" for mark in (length, line["length"]))
+    return ["model", "loss knee", "entropy knee", "distracted heads", *at_ends], rows
+
+
 def lab_accuracy() -> Table:
     header, rows = accuracy_table(lab_entries())
     return header, [bold_best(row) for row in rows]
@@ -318,6 +334,7 @@ TABLES = {
         study_heads,
         best_scale_law,
         paper_perplexities,
+        diagnosed,
         lab_accuracy,
         lab_ranks,
     )

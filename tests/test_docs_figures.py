@@ -112,6 +112,20 @@ def test_variants_of_a_line_are_rows_by_name(tables, monkeypatch):
     assert tables.passkeys("runs")[1] == [["mine", "10", "100%"], ["mine, slope 0.1", "10", "50%"]]
 
 
+def test_losses_of_a_study_are_bold_at_the_target_with_passkeys_beside_the_first_text(
+    tables, monkeypatch
+):
+    cell = {"label": "mine", "model": "m", "method": "x", "seed": 0, "train_length": 4}
+    cell |= {"factor": 2, "target": 8, "positions": [2.0, 4.0, 6.0, 8.0]}
+    cell |= {"loss": {"a": [4.0, 3.0, 2.0, 1.0], "b": [8.0, 7.0, 6.0, 5.0]}}
+    cell |= {"passkey": {"4": 1.0, "8": 0.5}}
+    monkeypatch.setattr(tables, "records", lambda _: [cell])
+    header, rows = tables.study_losses("runs", "a")
+    assert header == ["a", "target", "2", "4", "8", "passkey 4/8"]
+    assert rows == [["mine", "2×", "4.00", "3.00", "**1.00**", "1.00/.50"]]
+    assert tables.study_losses("runs", "b")[1] == [["mine", "2×", "8.00", "7.00", "**5.00**"]]
+
+
 @pytest.mark.parametrize(
     ("command", "error"),
     [("loses runs", "no table 'loses'"), ("losses swan-smollm2#65k", "has the group '65k'")],

@@ -504,6 +504,7 @@ def test_gguf_metadata_describes_the_model_and_tokenizer(exported):
     assert yarn["llama.context_length"] == 2048
 
 
+@pytest.mark.long
 def test_loads_a_gguf_file_of_a_rotary_model(exported, tmp_path):
     pytest.importorskip("gguf")
     model = build_with_vocabulary("llama", 300)
@@ -525,6 +526,7 @@ def test_loads_a_gguf_file_of_a_rotary_model(exported, tmp_path):
         farspan.load(exported("rope-twin:yarn", "gguf").folder / "model.gguf")
 
 
+@pytest.mark.long
 def test_refuses_gguf_files_that_transformers_cannot_load(exported, tmp_path):
     gguf = pytest.importorskip("gguf")
     with pytest.raises(

@@ -132,7 +132,7 @@ PARTS = {
 # Stock
 
 
-QUICK = ("llama", "qwen2", "mistral", "farspan-rope", "farspan-none", "gemma3")
+QUICK = ("llama", "qwen2", "farspan-none", "gemma3")
 
 
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ SWAN_FAMILIES = {
 }
 
 
-SLOWER = ("llama-tied", "smollm3", "gpt-oss")
+SLOWER = ("llama-tied", "smollm3", "gpt-oss", "mixtral", "gemma3")
 
 
 @pytest.mark.parametrize(
