@@ -83,28 +83,31 @@ def diagnosis_of(record: dict[str, Any]) -> Diagnosis:
     heads = {int(layer): np.array(table) for layer, table in tables.items()}
     curves = Curves(positions, loss, heads, record["windows"], record["length"], every=1)
     width = KneeRule().smoothing * record["train_length"]
-    scales = torch.tensor(record["scales"]) if "scales" in record else None
+    scales = None
+    if "scales" in record:  # of every layer
+        scales = Scales(tuple(heads), torch.tensor(record["scales"]))
     return Diagnosis(
-        record["label"],
-        record["train_length"],
-        curves,
-        record["loss_knee"],
-        record["entropy_knee"],
-        None,
-        [(layer, head) for layer, head in record["distracted_heads"]],
-        sum(map(len, heads.values())),
-        None,
-        record["verdict"],
-        smooth(positions, loss, width),
-        smooth(positions, curves.entropy, width),
-        scales=None if scales is None else Scales(tuple(range(len(scales))), scales),
+        label=record["label"],
+        train_length=record["train_length"],
+        curves=curves,
+        loss_knee=record["loss_knee"],
+        entropy_knee=record["entropy_knee"],
+        coincide=None,
+        distracted_heads=[(layer, head) for layer, head in record["distracted_heads"]],
+        heads=sum(map(len, heads.values())),
+        suggested_scale=None,
+        verdict=record["verdict"],
+        smooth_loss=smooth(positions, loss, width),
+        smooth_entropy=smooth(positions, curves.entropy, width),
+        scales=scales,
         uniform=record.get("uniform"),
     )
 
 
-def with_heads() -> list[Diagnosis]:
-    """NoPE as trained, and with one scale per head."""
-    return [each for each in diagnoses("models") if each.heads > 1]
+def with_heads() -> dict[str, Diagnosis]:
+    """The diagnoses whose heads were kept, by label."""
+    kept = [record for record in records("diagnoses-small") if "entropy_by_head" in record]
+    return {record["label"]: diagnosis_of(record) for record in kept}
 
 
 def lab_entries() -> list[LabEntry]:
@@ -133,9 +136,11 @@ FIGURES = {
     "small-entropy.png": lambda: loss_and_entropy(diagnoses("models")),
     "small-entropy-nope-scales.png": lambda: loss_and_entropy(diagnoses("nope-scales")),
     "small-entropy-rope-scales.png": lambda: loss_and_entropy(diagnoses("rope-scales")),
-    "small-entropy-heads.png": lambda: entropy_of_heads(with_heads()),
-    "small-entropy-layers.png": lambda: heads_by_layer(with_heads()[0]),
-    "small-scale-entropy.png": lambda: scale_against_entropy(with_heads()[1]),
+    "small-entropy-heads.png": lambda: entropy_of_heads([*with_heads().values()]),
+    "small-entropy-layers.png": lambda: heads_by_layer(with_heads()["NoPE"]),
+    "small-scale-entropy.png": lambda: scale_against_entropy(
+        with_heads()["NoPE, headscale for 4×"]
+    ),
     "lab-grid.png": lab_grid,
 }
 # The curves of these runs were not kept; the command draws the figure when the run is repeated.

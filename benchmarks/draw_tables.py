@@ -255,48 +255,81 @@ def best_scale_law(source: str) -> Table:
     return header[1:], [row[1:] for row in rows]
 
 
-# Perplexities on pg19 at L, 2L, 4L and 8L in Table 2 of Wang 2024, of rows of the study
+# Model, method and factor -> perplexities on pg19 at L, 2L, 4L and 8L in Table 2 of Wang 2024
 WANG_2024 = {
-    ("**NoPE** as trained", 1): "14.6 / 327 / >10³ / >10³",
-    ("uniform", 4): "19.0 / 20.2 / 45.3 / 224",
-    ("headscale", 2): "14.8 / 15.3 / 405 / >10³",
-    ("headscale", 4): "15.7 / 15.3 / 21.1 / 722",
-    ("headscale", 8): "18.3 / 19.0 / 18.8 / 30.4",
-    ("**RoPE** as trained", 1): "14.5 / 491 / 489 / 600",
-    ("dynamic-ntk", 8): "14.5 / 14.9 / 22.8 / 80.4",
-    ("yarn", 8): "14.5 / 14.5 / 15.0 / 17.1",
-    ("pi, tuned 200 steps", 8): "18.7 / 18.4 / 18.3 / 18.2",
-    ("yarn, tuned 200 steps", 8): "15.9 / 15.6 / 15.4 / 15.5",
+    ("small-nope", "none", 1): "14.6 / 327 / >10³ / >10³",
+    ("small-nope", "uniform", 4): "19.0 / 20.2 / 45.3 / 224",
+    ("small-nope", "headscale", 2): "14.8 / 15.3 / 405 / >10³",
+    ("small-nope", "headscale", 4): "15.7 / 15.3 / 21.1 / 722",
+    ("small-nope", "headscale", 8): "18.3 / 19.0 / 18.8 / 30.4",
+    ("small-rope", "none", 1): "14.5 / 491 / 489 / 600",
+    ("small-rope", "dynamic-ntk", 8): "14.5 / 14.9 / 22.8 / 80.4",
+    ("small-rope", "yarn", 8): "14.5 / 14.5 / 15.0 / 17.1",
+    ("small-rope", "pi:tune=fair", 8): "18.7 / 18.4 / 18.3 / 18.2",
+    ("small-rope", "yarn:tune=fair", 8): "15.9 / 15.6 / 15.4 / 15.5",
 }
 
 
 def paper_perplexities(source: str, text: str) -> Table:
     """Perplexities at L, 2L, 4L and 8L beside those of Wang 2024."""
     cells, rows = select(source), []
-    for (label, factor), theirs in WANG_2024.items():
-        group = [cell for cell in cells if (cell["label"], cell["factor"]) == (label, factor)]
+    for key, theirs in WANG_2024.items():
+        group = [cell for cell in cells if (cell["model"], cell["method"], cell["factor"]) == key]
         ours = (
             np.exp(np.mean([mean_at(cell, cell["loss"][text], mark) for cell in group]))
             for mark in loss_marks(group[0])[1:]
         )
+        label, factor = group[0]["label"], group[0]["factor"]
         name = label if factor == 1 else f"{label}, for {factor}×"
         rows.append([name, " / ".join(f"{value:.0f}" for value in ours), theirs])
     return ["method", "farspan", "Wang 2024"], rows
 
 
+def shorter_searches(study: str, variants: str) -> Table:
+    """The loss of variants of a search minus that of the search of Wang 2024, mean of its seeds.
+
+    Over all positions to the target, and before the target.
+    """
+    references, rows = select(study), []
+    for cell in select(variants):
+        method = cell["method"].partition(":")[0]
+        same = [each for each in references if each["method"] == method]
+        group = [each for each in same if each["factor"] == cell["factor"]]
+        differences = [
+            measure(cell, text) - np.mean([measure(each, text) for each in group])
+            for measure in (mean_to_target, loss_at_target)
+            for text in cell["loss"]
+        ]
+        columns = (f"{value:+.3f}".replace("-", "−") for value in differences)
+        rows.append([cell["label"], f"{cell['factor']}×", *columns])
+    texts = list(references[0]["loss"])
+    names = [f"{where}, {text}" for where in ("all", "at") for text in texts]
+    return ["search", "target", *names], rows
+
+
+def mean_to_target(cell: Record, text: str) -> float:
+    inside = np.array(cell["positions"]) <= cell["target"]
+    return float(np.array(cell["loss"][text])[inside].mean())
+
+
+def loss_at_target(cell: Record, text: str) -> float:
+    return mean_at(cell, cell["loss"][text], cell["target"])
+
+
 def diagnosed(*sources: str) -> Table:
     """Where the curves of diagnosed models leave their trends, and their mean entropies."""
+    lines = [line for source in sources for line in select(source)]
+    length, longest = lines[0]["train_length"], lines[0]["length"]
     rows = []
-    for line in (line for source in sources for line in select(source)):
-        length = line["train_length"]
-        ends = [
+    for line in lines:
+        entropies = (
             f"{mean_before(mark, length, line['positions'], line['entropy']):.2f}"
-            for mark in (length, line["length"])
-        ]
+            for mark in (length, longest)
+        )
         knees = [str(line[key] or "none") for key in ("loss_knee", "entropy_knee")]
-        rows.append([line["label"], *knees, str(len(line["distracted_heads"])), *ends])
-    at_ends = (f"entropy at {mark:,}" for mark in (length, line["length"]))
-    return ["model", "loss knee", "entropy knee", "distracted heads", *at_ends], rows
+        rows.append([line["label"], *knees, str(len(line["distracted_heads"])), *entropies])
+    header = ["model", "loss knee", "entropy knee", "distracted heads"]
+    return [*header, f"entropy at {length:,}", f"entropy at {longest:,}"], rows
 
 
 def lab_accuracy() -> Table:
@@ -334,6 +367,7 @@ TABLES = {
         study_heads,
         best_scale_law,
         paper_perplexities,
+        shorter_searches,
         diagnosed,
         lab_accuracy,
         lab_ranks,

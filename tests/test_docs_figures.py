@@ -126,6 +126,39 @@ def test_losses_of_a_study_are_bold_at_the_target_with_passkeys_beside_the_first
     assert tables.study_losses("runs", "b")[1] == [["mine", "2×", "8.00", "7.00", "**5.00**"]]
 
 
+def test_searches_are_compared_with_the_mean_of_seeds_of_their_own_method_and_factor(
+    tables, monkeypatch
+):
+    def cell(method: str, factor: int, losses: list[float], group: str) -> dict:
+        shared = {"label": method, "model": "m", "train_length": 4, "seed": 0, "group": group}
+        curve = {"positions": [2.0, 4.0, 6.0, 8.0], "loss": {"a": losses}}
+        return {**shared, **curve, "method": method, "factor": factor, "target": 4 * factor}
+
+    cells = [
+        cell("headscale", 2, [1.0, 1.0, 1.0, 1.0], "study"),
+        cell("headscale", 2, [1.0, 1.0, 1.0, 3.0], "study"),
+        cell("headscale", 1, [9.0, 9.0, 9.0, 9.0], "study"),
+        cell("headlog", 2, [9.0, 9.0, 9.0, 9.0], "study"),
+        cell("headscale:search.steps=50", 2, [1.0, 1.0, 2.0, 1.0], "short"),
+    ]
+    monkeypatch.setattr(tables, "records", lambda _: cells)
+    header, rows = tables.shorter_searches("runs#study", "runs#short")
+    assert header == ["search", "target", "all, a", "at, a"]
+    assert rows == [["headscale:search.steps=50", "2×", "+0.000", "−1.000"]]
+
+
+def test_perplexities_beside_the_paper_are_those_of_one_model(tables, monkeypatch):
+    def cell(model: str, loss: float) -> dict:
+        shared = {"label": "uniform", "method": "uniform", "factor": 4, "train_length": 4}
+        return {**shared, "model": model, "positions": [2.0, 3.4], "loss": {"a": [loss, loss]}}
+
+    cells = [cell("small-nope", 0.0), cell("small-rope", 5.0)]
+    monkeypatch.setattr(tables, "records", lambda _: cells)
+    monkeypatch.setattr(tables, "WANG_2024", {("small-nope", "uniform", 4): "19.0"})
+    _, rows = tables.paper_perplexities("runs", "a")
+    assert rows == [["uniform, for 4×", "1", "19.0"]]
+
+
 @pytest.mark.parametrize(
     ("command", "error"),
     [("loses runs", "no table 'loses'"), ("losses swan-smollm2#65k", "has the group '65k'")],
