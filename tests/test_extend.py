@@ -467,13 +467,11 @@ def test_the_plateau_is_judged_on_the_choose_split_under_the_scales_of_the_searc
 
 @pytest.mark.long
 @pytest.mark.parametrize("stopped", [3, 5, 14, 16])
-def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(
-    tmp_path, stopped, monkeypatch
-):
-    monkeypatch.setattr(headscale_module, "PlateauRule", lambda: PlateauRule(min_gain=0.05))
+def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(tmp_path, stopped):
+    search = replace(PLATEAU, min_gain=0.05)
     model = BY_NAME["farspan-none"].build()
     job = job_for(model)
-    uninterrupted = headlog(model, job, PLATEAU)
+    uninterrupted = headlog(model, job, search)
     assert details_of(job)["steps"] < 40, "it plateaus, so that the law says something"
 
     def stop(label, steps):
@@ -488,9 +486,9 @@ def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(
 
     killed = job_for(model, folder=tmp_path, progress=stop, details={})
     with pytest.raises(KeyboardInterrupt):
-        headlog(model, killed, PLATEAU)
+        headlog(model, killed, search)
     again = replace(killed, progress=job.progress)
-    resumed = headlog(model, again, PLATEAU)
+    resumed = headlog(model, again, search)
     assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
     assert torch.equal(uninterrupted.scales.slope, resumed.scales.slope)
     assert details_of(again) == details_of(job)
