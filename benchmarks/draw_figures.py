@@ -42,9 +42,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 CONVERTED = "swan:swan.facts=0.25,swan.rotation=none,swan.global_share=0.125"
 
 
-def records(name: str) -> list[dict[str, Any]]:
-    lines = (DOCS / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def records(name: str, group: str = "") -> list[dict[str, Any]]:
+    """The lines of a file of docs/records, or those of one group."""
+    text = (DOCS / "records" / f"{name}.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [line for line in lines if not group or line.get("group") == group]
 
 
 def swan_cells() -> dict[str, dict[str, Any]]:
@@ -64,16 +66,9 @@ def swan_small() -> Figure:
     return method_losses(cells)
 
 
-def extend_cells(group: str) -> list[dict[str, Any]]:
-    """A part of the records of `farspan reproduce extend-small`."""
-    return [cell for cell in records("extend-small") if cell["group"] == group]
-
-
 def diagnoses(group: str) -> list[Diagnosis]:
     """A part of the diagnoses of 29M models: `models`, `nope-scales` or `rope-scales`."""
-    return [
-        diagnosis_of(record) for record in records("diagnoses-small") if record["group"] == group
-    ]
+    return [diagnosis_of(record) for record in records("diagnoses-small", group)]
 
 
 def diagnosis_of(record: dict[str, Any]) -> Diagnosis:
@@ -131,8 +126,8 @@ FIGURES = {
     "hero-light.svg": partial(hero, "light"),
     "hero-dark.svg": partial(hero, "dark"),
     "swan-small.png": swan_small,
-    "extend-small-loss.png": lambda: method_losses(extend_cells("study")),
-    "extend-small-scales.png": lambda: best_scales(extend_cells("grids")),
+    "extend-small-loss.png": lambda: method_losses(records("extend-small", "study")),
+    "extend-small-scales.png": lambda: best_scales(records("extend-small", "grids")),
     "small-entropy.png": lambda: loss_and_entropy(diagnoses("models")),
     "small-entropy-nope-scales.png": lambda: loss_and_entropy(diagnoses("nope-scales")),
     "small-entropy-rope-scales.png": lambda: loss_and_entropy(diagnoses("rope-scales")),

@@ -292,15 +292,14 @@ def shorter_searches(study: str, variants: str) -> Table:
     """
     references, rows = select(study), []
     for cell in select(variants):
-        method = cell["method"].partition(":")[0]
-        same = [each for each in references if each["method"] == method]
-        group = [each for each in same if each["factor"] == cell["factor"]]
+        key = cell["method"].partition(":")[0], cell["factor"]
+        group = [each for each in references if (each["method"], each["factor"]) == key]
         differences = [
             measure(cell, text) - np.mean([measure(each, text) for each in group])
             for measure in (mean_to_target, loss_at_target)
             for text in cell["loss"]
         ]
-        columns = (f"{value:+.3f}".replace("-", "−") for value in differences)
+        columns = (paired_difference(np.array([value])) for value in differences)
         rows.append([cell["label"], f"{cell['factor']}×", *columns])
     texts = list(references[0]["loss"])
     names = [f"{where}, {text}" for where in ("all", "at") for text in texts]

@@ -454,7 +454,7 @@ def _measure_cell(
     if cell.method != "none":
         patch, details = _fit(texts, cell, model, tokenizer, length, progress)
         result["patch"] = patch.describe()
-        if "searches" in details:  # how long they were, and why they ended
+        if "searches" in details:  # their steps, and why they ended
             result["searches"] = details["searches"]
         if patch.scales is not None:
             target = torch.tensor([float(patch.target)])
