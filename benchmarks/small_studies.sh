@@ -13,11 +13,19 @@
 # For a trial on a CPU: NOPE=nope-twin ROPE=rope-twin STEPS="extend swan" and
 # SETTINGS="report_windows=1 passkeys=1 extension.choose_windows=1 …".
 set -euo pipefail
-data=$1 out=$2
+data=$1 out=$(realpath -m "$2")
 all="train-nope train-rope extend variants swan peers train-again extend-again small-swan"
 STEPS=${STEPS:-$all} JOBS=${JOBS:-1} NOPE=${NOPE:-small-nope} ROPE=${ROPE:-small-rope}
 SETTINGS=${SETTINGS:-} FARSPAN=${FARSPAN:-farspan}
 mkdir -p "$out/logs"
+
+# The text of distillation, with passkey documents as in that of pretraining.
+cat > "$out/books-passkeys.toml" <<TOML
+passkey = 0.05
+[sources.books]
+files = "books_train_a.jsonl.xz"
+weight = 1.0
+TOML
 
 say() { echo "$(date +%T) $*" | tee -a "$out/logs/times.txt"; }
 
@@ -71,15 +79,14 @@ for step in $STEPS; do
             "grids=[\"$NOPE\"]" ;;
         variants) study variants extend-small "$out/runs" "grids=[]" passkeys=10 "factors=[4, 8]" \
             "seeds=[0]" "methods={$NOPE=[${variants//$'\n'/}]}" ;;
-        # Passkey documents in the text of distillation, as in that of pretraining.
-        swan) study swan swan "$out/runs" search=small-mixture.toml "seeds=[0, 1, 2]" \
+        swan) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
-        peers) study peers swan "$out/runs" search=small-mixture.toml \
-            "methods={$ROPE=[${swan_peers//$'\n'/}]}" ;;
+        peers) study peers swan "$out/runs" "search=$out/books-passkeys.toml" \
+            report_windows=120 "methods={$ROPE=[${swan_peers//$'\n'/}]}" ;;
         train-again) train "$NOPE" 1 "$out/runs-1" ;;
         extend-again) study extend-again extend-small "$out/runs-1" "methods={$nope}" "seeds=[0]" \
             passkeys=10 "grids=[]" ;;
-        small-swan) study small-swan swan "$out/runs" search=small-mixture.toml \
+        small-swan) study small-swan swan "$out/runs" report_windows=120 \
             'methods={small-swan=["none"]}' ;;
         *) say "unknown step $step" && exit 2 ;;
     esac
