@@ -306,6 +306,19 @@ def shorter_searches(study: str, variants: str) -> Table:
     return ["search", "target", *names], rows
 
 
+def search_variants(source: str) -> Table:
+    """Losses of searches over all positions to the target and before it, and passkeys."""
+    texts, rows = ("books_val", "pg19_test_a"), []
+    for line in select(source):
+        losses = [f"{line[text][place]:.3f}" for place in (0, 2) for text in texts]
+        shares = "/".join(f"{share:.2f}".removeprefix("0") for share in line["passkey"].values())
+        seed = f", seed {line['seed']}" if line["seed"] else ""
+        rows.append([line["method"], line["label"] + seed, *losses, shares])
+    names = [f"{where}, {text}" for where in ("all", "at") for text in texts]
+    lengths = "/".join(select(source)[0]["passkey"])
+    return ["method", "search", *names, f"passkeys {lengths}"], rows
+
+
 def mean_to_target(cell: Record, text: str) -> float:
     inside = np.array(cell["positions"]) <= cell["target"]
     return float(np.array(cell["loss"][text])[inside].mean())
@@ -367,6 +380,7 @@ TABLES = {
         best_scale_law,
         paper_perplexities,
         shorter_searches,
+        search_variants,
         diagnosed,
         lab_accuracy,
         lab_ranks,

@@ -208,7 +208,7 @@ def compare_searches(options: argparse.Namespace, device: str) -> dict[str, Sear
     limits = {"search": reference.most_windows, "choose": 8, "report": 8}
     splits = split_text(options.data, tokenizer, {**lengths, "report": options.to}, limits, length)
     texts = splits["search"].ids, splits["choose"].ids
-    job = make_fit_job(model, layers, options.to, length, *texts)
+    job = make_fit_job(model, layers, options.to, length, *texts, tokenizer=tokenizer)
     warmup = SearchConfig(steps=2, lr=(0.1,), init=1.0)  # compiles kernels
     timed_search(model, replace(job, details={}), warmup, options.method)
     results = {}

@@ -16,7 +16,7 @@ from farspan.data.documents import read_documents
 from farspan.lab.finetune import FinetuneConfig
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.study import LabStudy, NetworkShape
-from farspan.methods.headscale import SearchConfig
+from farspan.methods.headscale import PASSKEYS, REPEATS, SearchConfig
 from farspan.methods.registry import ExtendConfig, read_extend_config
 
 ROOT = Path(__file__).parent.parent
@@ -105,12 +105,19 @@ def test_the_defaults_of_extend_are_those_of_the_code():
     for keys, values in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", text, re.MULTILINE):
         names = re.findall(r"`([\w.]+)`", keys)
         documented |= zip(names, values.split(", ") if len(names) > 1 else [values], strict=True)
-    assert documented.pop("search.repeats") == "0.5 with NoPE layers, else 0"
+    assert documented.pop("search.repeats") == f"{REPEATS} with NoPE layers, else 0"
+    assert documented.pop("search.passkeys").startswith(f"{PASSKEYS} with NoPE layers, if ")
     assert documented.pop("tune") == "none"
     documented["search.spans"] = f"[{documented['search.spans']}]"
     documented["swan.tokens"] = documented["swan.tokens"].replace(",", "")
     plan = SearchConfig().resolve(has_nope=False)
-    search = replace(SearchConfig(), batch=plan.batch, lr=plan.lr, warmup=plan.warmup)
+    search = replace(
+        SearchConfig(),
+        batch=plan.batch,
+        lr=plan.lr,
+        warmup=plan.warmup,
+        min_gain=plan.plateau.min_gain,
+    )
     settings = [f"{key}={value}" for key, value in documented.items()]
     assert read_extend_config(None, settings) == replace(ExtendConfig(), search=search)
 

@@ -545,6 +545,12 @@ def test_passkeys_in_training_are_read_from_the_model_folder(tiny, tmp_path):
     base = farspan.load(tiny / "none").model
     Patch("test", fingerprint(base), 512, LENGTH, name="nope-twin").save(tmp_path / "patch")
     assert passkeys_in_training(tmp_path / "patch") == "yes", "a patch inherits it from its base"
+    searched = tmp_path / "searched"
+    Patch("test", fingerprint(base), 512, LENGTH, name=str(tiny / "none")).save(searched)
+    for share, expected in ((0.0, "unknown"), (0.25, "yes")):
+        record = {"searches": [{"passkeys": 0.0}, {"passkeys": share}]}
+        (searched / "record.json").write_text(json.dumps(record))
+        assert passkeys_in_training(searched) == expected
 
 
 # Gates.

@@ -296,7 +296,7 @@ def test_searches_warm_up_and_decay_by_half_a_cosine(method, peak, applied_updat
 def test_searches_clip_gradients_to_a_norm_of_1(method, applied_updates, monkeypatch):
     """A loss of a thousandfold size has gradients that are far too large."""
     monkeypatch.setattr(
-        headscale_module, "mean_loss", lambda model, ids: 1000 * mean_loss(model, ids)
+        headscale_module, "mean_loss", lambda model, ids, **_: 1000 * mean_loss(model, ids)
     )
     model = BY_NAME["farspan-none"].build()
     method(model, job_for(model), QUICK)
@@ -397,7 +397,7 @@ def test_resumed_search_gives_the_same_scales(tmp_path):
     assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
 
 
-PLATEAU = SearchConfig(batch=2, micro_batch=2, warmup=1, init=1.2, save_every=1)
+PLATEAU = SearchConfig(quick=True, batch=2, micro_batch=2, warmup=1, init=1.2, save_every=1)
 
 
 def details_of(job) -> dict:
@@ -497,9 +497,13 @@ def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(tmp_p
 def test_a_number_of_steps_is_the_search_of_wang_2024():
     ours, paper = SearchConfig().resolve(True), SearchConfig(steps=200).resolve(True)
     assert (paper.steps, paper.batch, paper.warmup, paper.lr) == (200, 8, 20, (0.1, 0.05))
-    assert (paper.repeats, paper.plateau) == (0, None)
-    assert (ours.steps, ours.plateau) == (200, PlateauRule())
-    assert (ours.batch, ours.warmup, ours.lr) == (2, 4, (0.2,))
+    assert (paper.repeats, paper.passkeys, paper.plateau) == (0, 0, None)
+    assert (ours.steps, ours.plateau) == (200, PlateauRule(min_gain=0.005))
+    assert (ours.batch, ours.warmup, ours.lr) == (8, 4, (0.1,))
+    quick = SearchConfig(quick=True).resolve(True)
+    assert (quick.steps, quick.plateau) == (200, PlateauRule(min_gain=0.02))
+    assert (quick.batch, quick.warmup, quick.lr) == (2, 4, (0.2,))
+    assert SearchConfig(steps=200, quick=True).resolve(True) == paper
     plan = SearchConfig(batch=3, lr=(0.2,), warmup=0, repeats=0.0).resolve(True)
     assert (plan.batch, plan.lr, plan.warmup) == (3, (0.2,), 0)
     assert plan.repeats == 0
@@ -520,9 +524,9 @@ def test_the_default_search_starts_from_the_model_as_trained(method, monkeypatch
     starts = []
     original = headscale_module.ScaledModel.__init__
 
-    def record(self, model, start) -> None:
+    def record(self, model, start, answers) -> None:
         starts.append(start)
-        original(self, model, start)
+        original(self, model, start, answers)
 
     monkeypatch.setattr(headscale_module.ScaledModel, "__init__", record)
     model = BY_NAME["farspan-none"].build()
@@ -557,7 +561,7 @@ def test_a_search_reads_windows_with_repeated_spans(monkeypatch):
     windows = []
     monkeypatch.setattr(
         "farspan.methods.headscale.mean_loss",
-        lambda model, ids: windows.append(ids) or mean_loss(model, ids),
+        lambda model, ids, **_: windows.append(ids) or mean_loss(model, ids),
     )
     plain = headscale(model, job, QUICK)
     assert all((row == job.search).all(1).any() for ids in windows for row in ids)
@@ -565,6 +569,106 @@ def test_a_search_reads_windows_with_repeated_spans(monkeypatch):
     searched = headscale(model, job, replace(QUICK, repeats=1.0))
     assert not any((row == job.search).all(1).any() for ids in windows for row in ids)
     assert not torch.equal(plain.scales.base, searched.scales.base)
+
+
+def test_answers_count_beside_the_mean_of_all_tokens():
+    """With the weight that is set, whatever the number of answers; without any, nothing changes."""
+    model = BY_NAME["farspan-none"].build().double()
+    ids = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    marks = torch.zeros_like(ids)
+    marks[0, -3:] = marks[1, 5] = marks[1, 0] = 1  # the first token of a row is not predicted
+    losses = token_losses(model, ids)
+    answers = torch.cat((losses[0, -3:], losses[1, 4:5])).mean()
+    expected = losses.mean() + 0.7 * answers
+    weighted = mean_loss(model, ids, answers=marks, answer_weight=0.7, budget=3 * VOCABULARY)
+    assert weighted.item() == pytest.approx(expected.item(), abs=1e-7)
+    without = mean_loss(model, ids, answers=0 * marks, answer_weight=0.7)
+    assert without.item() == pytest.approx(losses.mean().item(), abs=1e-12)
+
+
+def test_answers_pull_the_gradient_of_scales():
+    model = BY_NAME["farspan-none"].build().double()
+    ids = torch.randint(VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))
+    marks = torch.zeros_like(ids)
+    marks[0, -2:] = 1
+    job = job_for(model)
+    scaled = headscale_module.ScaledModel(model, job.uniform(1.2), answers=2.0).double()
+    seam.install(model, scaled.scales)
+    with seam.frozen(model):
+        scaled(torch.stack((ids, marks))).backward()
+        place, step = (0, 1), 1e-5
+
+        def total() -> torch.Tensor:
+            losses = token_losses(model, ids)
+            return losses.mean() + 2.0 * losses[0, -2:].mean()
+
+        with torch.no_grad():
+            scaled.base[place] += step
+            above = total()
+            scaled.base[place] -= 2 * step
+            below = total()
+    expected = ((above - below) / (2 * step)).item()
+    assert scaled.base.grad[place].item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_passkeys_count_as_retrieved_if_they_are_more_likely_than_not():
+    from farspan.loading import load_with_tokenizer
+    from farspan.model import FarspanForCausalLM
+
+    model, tokenizer = load_with_tokenizer("nope-twin")
+    job = replace(job_for(BY_NAME["farspan-none"].build()), tokenizer=tokenizer, train_length=512)
+    assert headscale_module.retrieves_passkeys(model, job)
+    random = FarspanForCausalLM(model.config)
+    assert not headscale_module.retrieves_passkeys(random.eval(), job)
+    assert not headscale_module.retrieves_passkeys(model, replace(job, tokenizer=None))
+    assert not headscale_module.retrieves_passkeys(model, replace(job, train_length=40)), "no room"
+
+
+@pytest.mark.parametrize(
+    ("search", "retrieves", "share"),
+    [
+        (PLATEAU, True, headscale_module.PASSKEYS),
+        (PLATEAU, False, 0.0),
+        (replace(PLATEAU, passkeys=0.125), False, 0.125),
+        (replace(PLATEAU, passkeys=0.0), True, 0.0),
+        (QUICK, True, 0.0),  # a number of steps: as in the paper
+    ],
+)
+def test_a_search_says_how_many_windows_have_passkeys(search, retrieves, share, monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    job = replace(job_for(model), tokenizer=object(), has_nope=True)
+    asked = []
+    monkeypatch.setattr(
+        headscale_module, "recall_rows", lambda seed, **options: asked.append(options)
+    )
+    monkeypatch.setattr(headscale_module, "retrieves_passkeys", lambda *_: retrieves)
+    headscale(model, job, replace(search, max_steps=2))
+    assert [options["passkeys"] for options in asked] == [share]
+    assert details_of(job)["passkeys"] == share
+
+
+def test_answers_of_passkeys_count_in_the_loss_of_a_search(monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    seen = []
+
+    def mark_the_last_token(row, number):
+        return row, torch.arange(len(row)) == len(row) - 1
+
+    def record(model, ids, *, answers, answer_weight):
+        seen.append((answers.sum(1).tolist(), answers[:, -1].tolist(), answer_weight))
+        return mean_loss(model, ids)
+
+    monkeypatch.setattr(headscale_module, "recall_rows", lambda *_, **__: mark_the_last_token)
+    monkeypatch.setattr(headscale_module, "mean_loss", record)
+    job = replace(job_for(model), tokenizer=object())
+    headscale(model, job, replace(QUICK, passkeys=0.5, answers=0.7))
+    assert seen == [([1, 1], [1, 1], 0.7)] * 4
+
+
+def test_passkeys_need_a_tokenizer():
+    model = BY_NAME["farspan-none"].build()
+    with pytest.raises(FarspanError, match=r"search\.passkeys needs a tokenizer"):
+        headscale(model, job_for(model), replace(QUICK, passkeys=0.5))
 
 
 def test_a_search_repeats_spans_of_the_length_that_is_set(monkeypatch):
@@ -1644,6 +1748,9 @@ def test_bf16_weights_are_tuned_in_float32():
         lambda: SearchConfig(batch=0),
         lambda: SearchConfig(save_every=0),
         lambda: SearchConfig(repeats=1.5),
+        lambda: SearchConfig(passkeys=-0.5),
+        lambda: SearchConfig(answers=-1.0),
+        lambda: SearchConfig(repeats=0.6, passkeys=0.5),
         lambda: SearchConfig(spans=(1, 8)),
         lambda: SearchConfig(spans=(8, 8)),
         lambda: SearchConfig(spans=(8,)),
@@ -1658,7 +1765,8 @@ def test_bf16_weights_are_tuned_in_float32():
 def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(
         FarspanError,
-        match="(lr|min_gain|batch|save_every|repeats|spans|steps|passkeys|choose_windows|seed) is",
+        match="(lr|min_gain|batch|save_every|repeats|answers|spans|steps|passkeys|choose_windows|"
+        "seed) is",
     ):
         wrong()
 
@@ -1687,7 +1795,7 @@ def test_the_benchmark_compares_whole_searches(tiny, tmp_path, monkeypatch, caps
     results = json.loads((tmp_path / "out.json").read_text())
     reference, default = results["searches"].values()
     assert (reference["steps"], reference["gradients"]) == (12, 12 * 8)
-    assert default["gradients"] == 2 * default["steps"]
+    assert default["gradients"] == 8 * default["steps"]
     assert reference["forwards"] > default["forwards"] > 0
     assert results["ratio"] == default["seconds"] / reference["seconds"]
     assert results["difference"] == pytest.approx(default["loss"] - reference["loss"])

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from farspan.data import passkey, recall
-from farspan.data.recall import FACTS, NAMES, WORDS, FactRows, recall_rows, repeat_spans
+from farspan.data.passkey import HELD_OUT
+from farspan.data.recall import (
+    FACTS,
+    NAMES,
+    WORDS,
+    FactRows,
+    PasskeyRows,
+    recall_rows,
+    repeat_spans,
+)
 from farspan.evals import needle
 
 ROW = torch.arange(2048)  # every token once, so that a repetition can only be made
@@ -261,6 +270,55 @@ def test_rows_without_facts_have_no_answers():
     assert not FactRows(CharacterTokenizer()).row(short, np.random.default_rng(0))[1].any()
     change = recall_rows(0, repeats=0.5, min_distance=64)
     assert not any(change(ROW, number)[1].any() for number in range(20))
+
+
+# Rows that begin with a passkey document.
+
+
+def test_a_passkey_document_stands_in_front_of_the_text():
+    """Its answer is marked and stands in it before, and no key is one that is scored."""
+    rows, text = PasskeyRows(CharacterTokenizer()), FILLER[:600]
+    lengths = set()
+    for seed in range(30):
+        row, marks = rows.row(text, np.random.default_rng(seed))
+        assert len(row) == len(marks) == len(text)
+        answer = text_of(row[marks]).strip()
+        assert int(answer) % HELD_OUT, "a key that is scored"
+        end = int(marks.nonzero()[-1]) + 1
+        document = text_of(row[:end])
+        assert document.endswith(f"The pass key is {answer}")
+        assert document.count(answer) == 3
+        assert torch.equal(row[end:], text[end:])
+        lengths.add(end)
+    assert len(lengths) > 20
+    assert max(lengths) > 500
+
+
+def test_a_row_without_room_for_a_passkey_stays():
+    row, marks = PasskeyRows(CharacterTokenizer()).row(FILLER[:60], np.random.default_rng(0))
+    assert torch.equal(row, FILLER[:60])
+    assert not marks.any()
+
+
+def test_an_end_of_text_token_ends_a_passkey_document():
+    tokenizer = CharacterTokenizer()
+    tokenizer.eos_token_id = 3
+    row, marks = PasskeyRows(tokenizer).row(FILLER[:900], np.random.default_rng(0))
+    end = int(marks.nonzero()[-1]) + 1
+    assert row[end] == 3
+    assert torch.equal(row[end + 1 :], FILLER[end + 1 : 900])
+
+
+def test_shares_of_spans_and_passkeys_add_up():
+    change = recall_rows(
+        0, repeats=0.4, min_distance=64, passkeys=0.3, tokenizer=CharacterTokenizer()
+    )
+    text = ROW[:600]
+    rows = [change(text, number) for number in range(400)]
+    with_answers = sum(bool(marks.any()) for _, marks in rows)
+    unchanged = sum(torch.equal(row, text) for row, _ in rows)
+    assert 90 <= with_answers <= 150
+    assert 90 <= unchanged <= 150
 
 
 # Windows of a run.

@@ -8,6 +8,7 @@ import multiprocessing
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,14 @@ from farspan.report.study_tables import (
 from farspan.report.style import save
 from farspan.train.metadata import write_training_metadata
 from farspan.workflows import reproduce as reproduce_workflow
-from farspan.workflows.reproduce import _settings, reproduce, summarize
-from farspan.workflows.reproduce_study import ReproduceStudy, list_cells, read_study
+from farspan.workflows.reproduce import (
+    _describe,
+    _plateau_search,
+    _settings,
+    reproduce,
+    summarize,
+)
+from farspan.workflows.reproduce_study import ReproduceStudy, StudyCell, list_cells, read_study
 
 
 @pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])
@@ -362,10 +369,35 @@ def test_best_scales_are_stored_and_drawn_by_position_in_train_lengths(finished_
 def test_settings_that_came_later_leave_the_keys_of_cells_alone():
     """Results of earlier versions are found again where a later setting has its default."""
     study = ReproduceStudy({"nope-twin": ("none",)})
-    assert not {"max_steps", "min_gain"} & _settings(study)["extension"]["search"].keys()
+    later = {"max_steps", "min_gain", "quick", "passkeys", "answers"}
+    assert not later & _settings(study)["extension"]["search"].keys()
     search = replace(study.extension.search, min_gain=0.01)
     changed = replace(study, extension=replace(study.extension, search=search))
     assert _settings(changed)["extension"]["search"]["min_gain"] == 0.01
+
+
+def test_cells_of_default_searches_depend_on_the_defaults(monkeypatch):
+    """They change between versions; what Wang 2024 and other methods set does not."""
+    study = ReproduceStudy({"nope-twin": ("none",)})
+    for method in ("none", "yarn", "swan", "headscale:search.steps=200"):
+        assert _plateau_search(study, method) == {}, method
+    for method in ("headscale", "yarn+headlog", "headlog:search.lr=[0.1]"):
+        before = _plateau_search(study, method)
+        assert before["answers"] == study.extension.search.answers
+        with monkeypatch.context() as changed:
+            changed.setattr("farspan.methods.headscale.PASSKEYS", 0.125)
+            assert _plateau_search(study, method) == before | {"passkeys": 0.125}, method
+    texts = SimpleNamespace(
+        study=study,
+        hashes={},
+        benchmark_sources=(),
+        begin_of_text=lambda folder: (),
+        weight_hashes=lambda folder: [],
+    )
+    cells = [StudyCell("nope-twin", method, 2, 0) for method in ("yarn", "headlog")]
+    rotary, searched = (_describe(texts, cell, Path("nope-twin")) for cell in cells)
+    assert "search" not in rotary
+    assert searched["search"] == _plateau_search(study, "headlog")
 
 
 def test_changed_settings_are_measured_again(tiny, finished):

@@ -204,7 +204,11 @@ def _show_details(extension: ExtendResult) -> None:
     if choice := extension.details.get("choice"):
         print_line(f"[dim]choice[/] {escape(choice)}")
     for search in extension.details.get("searches", ()):
-        print_line(f"[dim]{search['method']}, learning rate {search['lr']:g}[/] {search['end']}")
+        passkeys = f"; passkeys in {search['passkeys']:.0%} of the windows"
+        print_line(
+            f"[dim]{search['method']}, learning rate {search['lr']:g}[/] {search['end']}"
+            f"{passkeys if search['passkeys'] else ''}"
+        )
     if plan := extension.details.get("distillation"):
         size = f"{plan['steps']:,} steps of {plan['batch']} windows of {plan['length']:,}"
         print_line(f"[dim]distilled on[/] {plan['tokens']:,} tokens: {size}")

@@ -1,7 +1,8 @@
-"""Rows of text that reward looking far back: spans that stand twice, and facts asked for later.
+"""Rows of text that reward looking far back: spans that stand twice, facts asked for later, and
+passkeys.
 
-Both are made from any text. The facts have templates, names and values of their own, so that the
-passkey and needle evaluations stay unseen.
+All are made from any text. The facts have templates, names and values of their own, so that the
+passkey and needle evaluations stay unseen. Rows with passkeys are for models that know the task.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from farspan.data.passkey import PasskeyDocuments, train_key
 
 SPAN_SIZES = (16, 128)  # tokens of a repeated span, at least and below
 SPAN_EVERY = 512  # one repeated span for so many tokens of a row
@@ -59,15 +62,17 @@ def recall_rows(
     min_distance: int,
     spans: Sequence[int] = SPAN_SIZES,
     facts: float = 0.0,
+    passkeys: float = 0.0,
     tokenizer: Any = None,
 ) -> ChangeRow | None:
     """A function that makes a share of the windows reward looking far back, or None.
 
     It is given each window and its number in the run, which decides what becomes of it.
     """
-    if not repeats and not facts:
+    if not repeats and not facts and not passkeys:
         return None
     fact_rows = FactRows(tokenizer)
+    passkey_rows = PasskeyRows(tokenizer) if passkeys else None
 
     def change_row(row: Tensor, number: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng((seed, 1, number))
@@ -77,6 +82,8 @@ def recall_rows(
         no_answers = torch.zeros(len(row), dtype=torch.bool)
         if draw < facts + repeats:
             row, _ = repeat_spans(row, rng, min(min_distance, len(row) // 2), spans)
+        elif passkey_rows is not None and draw < facts + repeats + passkeys:
+            return passkey_rows.row(row, rng)
         return row, no_answers
 
     return change_row
@@ -160,6 +167,28 @@ class FactRows:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+class PasskeyRows:
+    """Puts a passkey document of any length in front of rows of text. No key is ever scored."""
+
+    def __init__(self, tokenizer: Any):
+        self._documents = PasskeyDocuments(tokenizer)
+        end = getattr(tokenizer, "eos_token_id", None)
+        self._end = [] if end is None else [end]
+
+    def row(self, row: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """The document, an end-of-text token and the rest of the row [T], and the mask of the
+        answer's tokens."""
+        answers = torch.zeros(len(row), dtype=torch.bool)
+        if len(row) < self._documents.shortest:
+            return row, answers
+        key = train_key(rng)
+        length = int(rng.integers(self._documents.shortest, len(row) + 1))
+        document = [*self._documents.document(length, rng.random(), key), *self._end]
+        answers[length - len(self._documents.answer(key)) : length] = True
+        start = torch.tensor(document, dtype=row.dtype)[: len(row)]
+        return torch.cat((start, row[len(start) :])), answers
 
 
 def _shared_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -10,10 +10,12 @@ of Wang 2024 instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,12 +24,13 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import BASES, RelativeScales, Scales
+from farspan.data.passkey import PasskeyDocuments, train_key
 from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, lowest_loss, scaled_loss
 from farspan.methods.uniform import uniform
 from farspan.model.compile import compiled_layers, prefer_cudnn
-from farspan.model.loss import mean_loss, token_losses
+from farspan.model.loss import last_losses, mean_loss, token_losses
 from farspan.train.loop import PlateauRule, StepMetrics, TrainPlan, TrainResult, train
 from farspan.train.optim import OptimizerConfig, store_base_rates
 from farspan.train.sharding import data_parallel, processes
@@ -37,6 +40,19 @@ MIN_SCALE = 0.01  # lower bound of λ̂ without the constraint: a negative λ̂ 
 MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
 VALIDATED = 4  # windows of the choose split that the plateau is judged on
 REPEATS = 0.5  # share of the windows with repeated spans, for models with NoPE layers
+PASSKEYS = 0.25  # share of the windows with a passkey, for those that retrieve passkeys
+
+
+class SearchDefaults(NamedTuple):
+    batch: int
+    lr: tuple[float, ...]
+    warmup: int
+    min_gain: float
+
+
+PAPER = SearchDefaults(8, (0.1, 0.05), 20, 0.0)  # with a number of steps; no plateau ends it
+FULL = SearchDefaults(8, (0.1,), 4, 0.005)
+QUICK = SearchDefaults(2, (0.2,), 4, 0.02)
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,8 @@ class SearchConfig:
 
     steps: int = 0  # exactly so many; 0: until the loss on the choose split no longer falls
     max_steps: int = 200  # of a search that ends at a plateau
-    min_gain: float = PlateauRule.min_gain  # nats; a smaller fall of the loss is a plateau
+    quick: bool = False  # to a plateau with few windows: minutes on a CPU, and a coarser result
+    min_gain: float | None = None  # nats; a smaller fall of the loss is a plateau
     batch: int | None = None  # windows per step
     micro_batch: int = 8
     lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
@@ -55,6 +72,8 @@ class SearchConfig:
     beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
     repeats: float | None = None  # share of the windows with spans that stand twice
     spans: tuple[int, ...] = SPAN_SIZES  # tokens of such a span, at least and below
+    passkeys: float | None = None  # share of the windows that begin with a passkey document
+    answers: float = 0.3  # weight of the mean loss of its answers
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
@@ -72,12 +91,21 @@ class SearchConfig:
             raise FarspanError(
                 f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
             )
-        if self.min_gain < 0:
+        if self.min_gain is not None and self.min_gain < 0:
             raise FarspanError(f"search.min_gain is {self.min_gain:g}; choose 0 or more nats")
         if not 1 <= self.beyond <= 2:
             raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
-        if not 0 <= (self.repeats or 0) <= 1:
-            raise FarspanError(f"search.repeats is {self.repeats:g}; choose a share from 0 to 1")
+        shares = {"repeats": self.repeats or 0.0, "passkeys": self.passkeys or 0.0}
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
+                raise FarspanError(f"search.{name} is {share:g}; choose a share from 0 to 1")
+        if sum(shares.values()) > 1:
+            raise FarspanError(
+                f"search.repeats is {self.repeats:g} and search.passkeys {self.passkeys:g}; "
+                "choose shares of one whole: together at most 1"
+            )
+        if self.answers < 0:
+            raise FarspanError(f"search.answers is {self.answers:g}; choose 0 or more")
         if len(self.spans) != 2 or not 2 <= self.spans[0] < self.spans[1]:
             raise FarspanError(
                 f"search.spans is {list(self.spans)}; choose two lengths in tokens, the first 2 or "
@@ -98,18 +126,21 @@ class SearchConfig:
     def resolve(self, has_nope: bool) -> SearchPlan:
         """With a number of steps, what is not set is as in Wang 2024.
 
-        A model with NoPE layers reads windows with repeated spans.
+        A model with NoPE layers reads windows that reward retrieval.
         """
-        own = not self.steps
-        repeats = REPEATS if own and has_nope else 0.0
+        default = PAPER if self.steps else QUICK if self.quick else FULL
+        rewards = has_nope and default is not PAPER
         return SearchPlan(
             self.steps or self.max_steps,
-            self.batch or (2 if own else 8),
+            self.batch or default.batch,
             self.micro_batch,
-            self.lr or ((0.2,) if own else (0.1, 0.05)),
-            (4 if own else 20) if self.warmup is None else self.warmup,
-            repeats if self.repeats is None else self.repeats,
-            PlateauRule(min_gain=self.min_gain) if own else None,
+            self.lr or default.lr,
+            default.warmup if self.warmup is None else self.warmup,
+            (REPEATS if rewards else 0.0) if self.repeats is None else self.repeats,
+            (PASSKEYS if rewards else 0.0) if self.passkeys is None else self.passkeys,
+            None
+            if self.steps
+            else PlateauRule(min_gain=default.min_gain if self.min_gain is None else self.min_gain),
         )
 
 
@@ -123,6 +154,7 @@ class SearchPlan:
     lr: tuple[float, ...]
     warmup: int
     repeats: float
+    passkeys: float
     plateau: PlateauRule | None
 
 
@@ -217,6 +249,12 @@ def _search(
             f"{search.init:g} would have no effect; remove it"
         )
     plan = search.resolve(job.has_nope)
+    if search.passkeys and job.tokenizer is None:
+        raise FarspanError(
+            "search.passkeys needs a tokenizer, and this model has none; set search.passkeys=0"
+        )
+    if search.passkeys is None and plan.passkeys and not retrieves_passkeys(model, job):
+        plan = replace(plan, passkeys=0.0)
     if method == "headlog":  # two numbers move one scale
         plan = replace(plan, lr=tuple(lr / 2 for lr in plan.lr))
     candidates = {
@@ -228,14 +266,33 @@ def _search(
     return job.patch(method, scales=candidates[lowest_loss(losses)])
 
 
+@torch.no_grad()
+def retrieves_passkeys(model: PreTrainedModel, job: FitJob, keys: int = 5) -> bool:
+    """Whether passkeys at the train length are more likely than not, token by token."""
+    if job.tokenizer is None:
+        return False
+    documents, length = PasskeyDocuments(job.tokenizer, job.begin), job.train_length
+    if documents.shortest > length:
+        return False
+    rng = np.random.default_rng(job.seed)
+    losses = []
+    for depth in np.linspace(0, 1, keys).tolist():
+        key = train_key(rng)
+        ids = torch.tensor([documents.document(length, depth, key)], device=model.device)
+        losses.append(float(last_losses(model, ids, len(documents.answer(key))).mean()))
+    return math.fsum(losses) / keys < math.log(2)
+
+
 class ScaledModel(nn.Module):
     """The mean loss of a batch under trainable scales.
 
+    answers: the weight of the mean loss of answers, which batches [2, B, T] mark.
     The model is not a submodule, so only the scales are distributed, reduced and saved.
     """
 
-    def __init__(self, model: PreTrainedModel, start: Scales):
+    def __init__(self, model: PreTrainedModel, start: Scales, answers: float = 0.0):
         super().__init__()
+        self.answers = answers
         self.base = nn.Parameter(start.base.clone().to(model.device))
         self.shared = isinstance(start, RelativeScales)
         self.slope = None
@@ -251,9 +308,10 @@ class ScaledModel(nn.Module):
         slope = None if self.slope is None else self.slope.expand_as(self.base)
         return replace(self._start, base=self.base, slope=slope)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
+        ids, answers = batch if batch.dim() == 3 else (batch, None)
         with prefer_cudnn(), torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_bf16):
-            return mean_loss(self._model[0], ids)
+            return mean_loss(self._model[0], ids, answers=answers, answer_weight=self.answers)
 
     def bf16_is_accurate(self, ids: Tensor) -> bool:
         """Whether bf16 products give the float32 gradient on these windows.
@@ -308,7 +366,7 @@ def optimize_scales(
 
     A job with a folder resumes from its last checkpoint.
     """
-    scaled = ScaledModel(model, start)
+    scaled = ScaledModel(model, start, search.answers)
     scaled.project(search.constraint, job.search.shape[1])
     config = OptimizerConfig(
         "adamw",
@@ -371,6 +429,7 @@ def _describe(method: str, lr: float, plan: SearchPlan, result: TrainResult) -> 
         "steps": result.steps,
         "batch": plan.batch,
         "repeats": plan.repeats,
+        "passkeys": plan.passkeys,
         "end": end,
         "choose_losses": [round(loss, 5) for loss in result.validations],
     }
@@ -409,7 +468,10 @@ def _search_task(
                 repeats=plan.repeats,
                 min_distance=job.train_length // 4,
                 spans=search.spans,
+                passkeys=plan.passkeys,
+                tokenizer=job.tokenizer,
             ),
+            with_answers=plan.passkeys > 0,
         ),
         tokens=plan.batch * (job.search.shape[1] - 1),
         after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),

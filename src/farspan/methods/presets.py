@@ -11,7 +11,13 @@ from farspan.methods.registry import ExtendConfig, read_extend_config
 
 PRESETS: dict[str, tuple[str, ...]] = {
     # Of a bundled model to twice its train length: minutes on two cores.
-    "quick": ("search.max_steps=50", "choose_windows=4", "report_windows=4", "passkeys=1"),
+    "quick": (
+        "search.quick=true",
+        "search.max_steps=50",
+        "choose_windows=4",
+        "report_windows=4",
+        "passkeys=1",
+    ),
     "full": (),
 }
 

@@ -78,26 +78,44 @@ def losses_by_context(
     return {context: mean_losses(context) for context in contexts}
 
 
-def mean_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:
+def mean_loss(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    answers: Tensor | None = None,
+    answer_weight: float = 0.0,
+    budget: int = BUDGET,
+) -> Tensor:
     """The mean of token_losses(model, ids), with a gradient to the hidden states, not to the head.
 
+    answers: a mask [B, T] of tokens whose mean loss is added with `answer_weight`.
     The gradient is computed together with the loss, so that at most `budget` logits exist at once.
 
     >>> mean_loss(model, ids).backward()  # to scales on the seam
     """
     output = decoder_output(model, ids)
-    return _HeadLoss.apply(output.last_hidden_state, output, model, ids, budget)
+    weights = torch.ones_like(ids[:, 1:], dtype=_loss_dtype(output.last_hidden_state))
+    if answers is not None:
+        weights += _answer_weights(answers[:, 1:], answer_weight)
+    weights /= weights.numel()
+    return _HeadLoss.apply(output.last_hidden_state, output, model, ids, weights, budget)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Mean loss of the head on hidden states, whose gradient is computed in the forward pass."""
+    """The weighted loss of the head on hidden states, whose gradient is computed in the forward
+    pass."""
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, output: Any, model: PreTrainedModel, ids: Tensor, budget: int
+        ctx,
+        hidden: Tensor,
+        output: Any,
+        model: PreTrainedModel,
+        ids: Tensor,
+        weights: Tensor,
+        budget: int,
     ) -> Tensor:
         vocabulary = model.config.get_text_config().vocab_size
-        count = ids.shape[0] * (ids.shape[1] - 1)
         total = torch.zeros((), dtype=_loss_dtype(hidden), device=hidden.device)
         gradient = torch.zeros_like(hidden)
 
@@ -109,7 +127,8 @@ class _HeadLoss(torch.autograd.Function):
                 logits = head_logits(model, chunk, slice(None))
                 targets = ids[:, start + 1 : stop + 1].to(logits.device)
                 rows = logits.to(_loss_dtype(logits)).flatten(0, 1)
-                loss = F.cross_entropy(rows, targets.flatten(), reduction="sum") / count
+                losses = F.cross_entropy(rows, targets.flatten(), reduction="none")
+                loss = losses @ weights[:, start:stop].flatten().to(losses)
             (gradient[:, start:stop],) = torch.autograd.grad(loss, chunk.last_hidden_state)
             total = total + loss.detach()
 
@@ -120,7 +139,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0], None, None, None, None
+        return gradient * grads[0], None, None, None, None, None
 
 
 def mean_kl(
@@ -149,11 +168,17 @@ def mean_kl(
 
 
 def _next_tokens(ids: Tensor, answers: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """The token after each position [B, T], and the weight of its cross-entropy in a sum of which
-    the mean over all positions is taken: 0 but where an answer comes next."""
+    """The token after each position [B, T], and the weight of its cross-entropy: 0 but where an
+    answer comes next."""
     targets, marks = ids.roll(-1, 1), answers.roll(-1, 1).float()
     marks[:, -1] = 0.0
-    return targets, marks * (weight * marks.numel() / marks.sum().clamp(min=1.0))
+    return targets, _answer_weights(marks, weight)
+
+
+def _answer_weights(marks: Tensor, weight: float) -> Tensor:
+    """Weights [B, T] in a mean over all positions that add `weight` times the mean over answers."""
+    marks = marks.float()
+    return marks * (weight * marks.numel() / marks.sum().clamp(min=1.0))
 
 
 def decoder_output(model: PreTrainedModel, ids: Tensor) -> Any:

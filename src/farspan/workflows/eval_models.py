@@ -25,6 +25,7 @@ from farspan.errors import FarspanError
 from farspan.evals.decoding import end_tokens
 from farspan.evals.passkey import UNKNOWN
 from farspan.evals.suites import EvalModel
+from farspan.files import read_json
 from farspan.loading import LoadOptions, base_source, find_patch, upcast_small_model
 from farspan.model.loss import last_logits
 from farspan.train.metadata import begin_of_text, trained_with_passkeys
@@ -107,9 +108,14 @@ def _weights_digest(model: PreTrainedModel) -> str:
 
 
 def passkeys_in_training(source: str | Path) -> str:
-    """Did the model see passkey documents in training: "yes", "no" or "unknown"."""
+    """Did the model see passkey documents in training, or a search for its scales: "yes", "no" or
+    "unknown"."""
     folder = Path(source)
     if (patch := find_patch(folder)) is not None:
+        record = folder / "record.json"
+        searches = read_json(record).get("searches", ()) if record.is_file() else ()
+        if any(search.get("passkeys") for search in searches):
+            return "yes"
         return passkeys_in_training(base_source(folder, patch))
     trained = trained_with_passkeys(Path(resolve_bundled(source)))
     return UNKNOWN if trained is None else "yes" if trained else "no"

@@ -240,9 +240,19 @@ def _describe(texts: StudyTexts, cell: AnyCell, folder: Path) -> dict[str, Any]:
     shared = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
     if texts.benchmark_sources and isinstance(cell, StudyCell):
         shared["benchmarks"] = texts.benchmark_sources
+    if isinstance(cell, StudyCell) and (plan := _plateau_search(texts.study, cell.method)):
+        shared["search"] = plan
     if begin := texts.begin_of_text(folder):  # else the key is that of earlier versions
         shared["begin of text"] = list(begin)
     return {**asdict(cell), **shared, "weights": texts.weight_hashes(folder)}
+
+
+def _plateau_search(study: ReproduceStudy, method: str) -> dict[str, Any]:
+    """What is not set of a search that ends at a plateau: its defaults changed between versions."""
+    search = method_config(study.extension, method).search
+    if search.steps or not {"headscale", "headlog"} & {*method.partition(":")[0].split("+")}:
+        return {}
+    return json.loads(json.dumps(asdict(search.resolve(True)))) | {"answers": search.answers}
 
 
 def _settings(study: ReproduceStudy) -> dict[str, Any]:
@@ -254,7 +264,7 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
         del settings["same_tokens"]
     if study.benchmarks == StudyBenchmarks():
         del settings["benchmarks"]
-    for name in ("max_steps", "min_gain"):
+    for name in ("max_steps", "min_gain", "quick", "passkeys", "answers"):
         if getattr(study.extension.search, name) == getattr(SearchConfig, name):
             del settings["extension"]["search"][name]
     return json.loads(json.dumps(settings))
