@@ -323,9 +323,9 @@ def test_positions_of_length_dependent_rotation_are_measured_in_texts_that_long(
     for parameter in model.parameters():
         parameter.data.mul_(4)  # attention that depends on angles
     ids = torch.randint(64, (2, 128))
-    static = reproduce_workflow._curves(model, ids, 32)
+    static = reproduce_workflow._curves(model, ids, 32, entropy=True)
     set_rope(model, {"rope_type": "dynamic", "factor": 2.0})
-    dynamic = reproduce_workflow._curves(model, ids, 32)
+    dynamic = reproduce_workflow._curves(model, ids, 32, entropy=True)
     assert np.array_equal(dynamic.positions, static.positions)
     assert np.allclose(dynamic.loss[:15], static.loss[:15]), "as trained"
     for measured, (start, stop) in {64: (16, 32), 128: (32, 64)}.items():
@@ -335,6 +335,24 @@ def test_positions_of_length_dependent_rotation_are_measured_in_texts_that_long(
         assert np.array_equal(dynamic.heads[1][:, start:stop], curves.heads[1][:, start:stop])
         assert not np.allclose(curves.loss[start:stop], static.loss[start:stop])
         assert not np.allclose(curves.loss[:16], static.loss[:16]), "what one pass would give"
+    reset_dynamic_rope(model)
+    losses = reproduce_workflow._curves(model, ids, 32, entropy=False)
+    assert np.allclose(losses.loss, dynamic.loss, atol=1e-5)
+    assert losses.heads == {}
+
+
+def test_entropy_is_measured_on_the_first_text_only(tiny, tmp_path, monkeypatch):
+    """No table or figure shows that of the others, and it takes longer than the loss."""
+    asked = []
+
+    def record(model, ids, **options):
+        asked.append(options["entropy"])
+        return measure_curves(model, ids, **options)
+
+    monkeypatch.setattr(reproduce_workflow, "measure_curves", record)
+    (cell,) = reproduce(str(tiny / "study.toml"), [*NONE_ONLY, "grids=[]"], tmp_path / "out")
+    assert asked == [True, False]
+    assert list(cell["loss"]) == ["books_val", "pg19_test_a"]
 
 
 def test_a_cell_stores_the_entropy_of_its_heads_before_its_own_target(finished_once):

@@ -538,7 +538,7 @@ def _measure(
     result: Result = {"loss": {}, "passkey": {}}
     for file in study.report:
         ids = texts.windows(file, cell.model, tokenizer, longest, study.report_windows)
-        curves = _curves(model, ids, length)
+        curves = _curves(model, ids, length, entropy=file == study.report[0])
         result["loss"][text_name(file)] = curves.loss.round(4).tolist()
         if study.same_tokens:
             reset_dynamic_rope(model)
@@ -558,8 +558,8 @@ def _measure(
     return result
 
 
-def _curves(model: PreTrainedModel, ids: torch.Tensor, length: int) -> Curves:
-    """Loss and entropy by position, in bins of a sixteenth of the train length.
+def _curves(model: PreTrainedModel, ids: torch.Tensor, length: int, entropy: bool) -> Curves:
+    """Loss and, if asked for, entropy by position, in bins of a sixteenth of the train length.
 
     Where rotation depends on the length of the text, a position is measured in the shortest text
     of L, 2L, 4L, … tokens that has it, as users run it. Otherwise one pass over the windows gives
@@ -570,7 +570,8 @@ def _curves(model: PreTrainedModel, ids: torch.Tensor, length: int) -> Curves:
     pieces, measured = [], 0
     for mark in marks:
         reset_dynamic_rope(model)
-        curves = measure_curves(model, ids[:, :mark], bins=BINS_PER_TRAIN_LENGTH * mark // length)
+        bins = BINS_PER_TRAIN_LENGTH * mark // length
+        curves = measure_curves(model, ids[:, :mark], bins=bins, entropy=entropy)
         pieces.append(curves.since(measured))
         measured = mark
     return join_curves(pieces)
