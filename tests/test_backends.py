@@ -243,3 +243,17 @@ def test_observers_get_no_mask_from_flash_where_causal_order_says_it_all(
         assert mask is None
     else:  # the last query is at the last key
         assert mask.tolist() == [[[[True] * 4 + [False], [True] * 5]]]
+
+
+@pytest.mark.parametrize("kind", ["booleans", "numbers", "none"])
+def test_sdpa_gets_a_selection_of_keys_in_booleans(kind):
+    """GLM 5 Next makes the mask itself: of booleans, or of numbers that are added to scores."""
+    selected = torch.tensor([[[[True, False], [True, True]]]])
+    added = torch.zeros(1, 1, 2, 2).masked_fill_(~selected, torch.finfo(torch.float32).min)
+    mask = {"booleans": selected, "numbers": added, "none": None}[kind]
+    module = torch.nn.Module()
+    module.config = hf.LlamaConfig(attn_implementation="sdpa")
+    module.build_attention_mask_from_topk = None
+    query = torch.zeros(1, 1, 2, 4)
+    seen = backends.mask_of_selected_keys(module, query, query, mask, {})
+    assert seen is None if kind == "none" else torch.equal(seen, selected)

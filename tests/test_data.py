@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from farspan.data import mixture as mixture_module
-from farspan.data import passkey, shards, tokens
+from farspan.data import passkey, recall, shards, tokens
 from farspan.data.documents import Document, read_documents
 from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import PasskeyDocuments
@@ -825,3 +825,34 @@ def test_long_text_without_spaces_is_encoded_in_pieces_too(tokenizer, monkeypatc
     monkeypatch.setattr(tokens, "PIECE", 500)
     text = "abcd" * 1000
     assert tokenizer.decode(encoded(tokenizer, text)) == text
+
+
+def test_a_tokenizer_that_may_have_no_offsets_is_given_a_long_text_whole(monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE", 50)
+    texts = []
+
+    def slow(text, **options):
+        assert not options.get("return_offsets_mapping")
+        texts.append(text)
+        return {"input_ids": list(map(ord, text))}
+
+    text = "a few words " * 20
+    assert encoded(slow, text) == list(map(ord, text))
+    assert texts == [text]
+
+
+@pytest.mark.parametrize("size", [9, 2000])
+def test_a_tiled_row_keeps_its_length_wherever_its_span_starts(size):
+    row = torch.arange(size)
+    for seed in range(30):
+        tiled = recall._tile(row, np.random.default_rng(seed))
+        assert tiled.shape == row.shape
+        span = len(tiled.unique())
+        assert torch.equal(tiled, tiled[0] + torch.arange(size) % span)
+
+
+def test_facts_have_no_numbers_of_as_many_digits_as_passkeys_and_needles():
+    """Five and seven; and all others that they may have occur."""
+    rng = np.random.default_rng(0)
+    values = " ".join(recall._value(rng) for _ in range(3000)).split()
+    assert {len(value) for value in values if value.isdigit()} == {2, 3, 4, 6, 8}

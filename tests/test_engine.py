@@ -523,6 +523,41 @@ def test_losses_belong_to_the_tokens_of_the_row_where_a_server_adds_one(begins, 
     assert losses == ([1.0, 2.0, 3.0] if begins else [2.0, 3.0])
 
 
+@pytest.mark.parametrize(("takes_tokens", "prompts"), [(True, "tokens"), (False, "text")])
+def test_answers_depend_on_the_kind_of_prompts(takes_tokens, prompts, twin):
+    engine = Engine(CLIENT, twin[1], MODEL, "completions", takes_tokens, False)
+    assert engine.identity["prompts"] == prompts
+
+
+def test_a_chat_has_no_losses_and_is_not_asked_for_them(twin):
+    def post(path, body):
+        raise AssertionError(path)
+
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    assert Engine(client, twin[1], MODEL, "chat", False, False).loss_form is None
+
+
+def test_a_server_is_probed_with_tokens_that_none_begins():
+    """A tokenizer that begins texts would hide that the server does so, too."""
+
+    def tokenizer(text, add_special_tokens=True, **_):
+        return {"input_ids": [0] * add_special_tokens + list(map(ord, text))}
+
+    def post(path, body):
+        prompt = body["prompt"]
+        read = len(prompt) + 1 if isinstance(prompt, str) else len(prompt)
+        return {"usage": {"prompt_tokens": read}}
+
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    assert Engine(client, tokenizer, MODEL, "completions", False, False)._probe() == (True, True)
+
+
+@pytest.mark.parametrize("letters", [200, 300])
+def test_what_a_server_says_is_cut_after_200_letters(letters):
+    said = engine_http._message(httpx2.Response(400, text="x" * letters))
+    assert said == repr("x" * 200 + "…" * (letters > 200))
+
+
 @pytest.mark.parametrize(("api", "share"), [("completions", 0.02), ("chat", 0.1)])
 def test_a_server_may_count_a_few_tokens_less(api, share, twin):
     """In a chat a tenth: its template may be another one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -432,6 +433,47 @@ def test_layers_compile_to_one_shared_graph():
 def test_plan_refuses_invalid_settings(settings, message):
     with pytest.raises(FarspanError, match=message):
         FleetPlan(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(beta1=0.0), dict(beta2=0.0), dict(weight_decay=0.0, clip=0.0), dict(matrix_rate=0.5)],
+)
+def test_plan_accepts_the_ends_of_its_ranges(settings):
+    """Without a memory, a decay or a clip, or with slower matrices than the rest."""
+    assert vars(FleetPlan(steps=9, **settings)).items() >= settings.items()
+
+
+def test_as_many_rows_as_buckets_are_enough():
+    fleet = Fleet(models(1, network()))
+    plan = FleetPlan(steps=1, batch=4, buckets=4)
+    assert train_fleet(fleet, [rows(4, 0)], plan, rates=[1e-3], seeds=[0]).shape == (1, 1)
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(7, range(1, 8)), (305, [*range(3, 305, 3), 305])])
+def test_every_hundredth_of_a_run_and_its_last_step_are_recorded(steps, shown, monkeypatch):
+    class Counting:
+        def __init__(self, fleet, data, plan):
+            self.state = SimpleNamespace(rates=torch.zeros(1))
+            self.draws, self.steps = torch.zeros(1, plan.batch), 0
+
+        def __call__(self):
+            self.steps += 1
+            return torch.tensor([float(self.steps)])
+
+    monkeypatch.setattr(fleet_training, "FleetTrainer", Counting)
+    fleet = SimpleNamespace(network=torch.nn.Identity(), device=torch.device("cpu"), layer=None)
+    calls = []
+    history = train_fleet(
+        fleet,
+        [],
+        FleetPlan(steps=steps),
+        rates=[1e-3],
+        seeds=[0],
+        on_step=lambda step, loss: calls.append((step, loss)),
+    )
+    assert calls == [(step, float(step)) for step in shown]
+    assert history[:, 0].tolist() == list(shown)
 
 
 def test_training_refuses_fewer_rows_than_buckets():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers as hf
 
 import farspan
@@ -188,3 +189,12 @@ def test_a_class_that_the_config_names_is_used():
     assert building.model_class(config) is hf.LlavaForConditionalGeneration
     config.architectures = ["LlavaModel"]  # has no head
     assert building.model_class(config) is hf.AutoModelForImageTextToText
+
+
+def test_only_a_text_part_without_a_class_of_its_own_is_built_without_a_head():
+    text, tower = hf.Qwen2VLTextConfig(**SHAPE), hf.CLIPVisionConfig(**SHAPE)
+    assert type(text) not in hf.MODEL_FOR_CAUSAL_LM_MAPPING
+    both = hf.LlavaConfig(text_config=hf.LlamaConfig(**SHAPE), vision_config=tower)
+    with torch.device("meta"):
+        assert isinstance(building.new_model(text, False), hf.Qwen2VLTextModel)
+        assert isinstance(building.new_model(both, False), hf.LlavaForConditionalGeneration)

@@ -448,6 +448,24 @@ def test_answers_may_be_as_long_as_published(data_file, tokenizer, model, monkey
         assert asked == [min(tokens, longest) for tokens, _ in PUBLISHED.values()]
 
 
+def test_decoding_is_greedy_and_ends_at_a_line_in_the_official_tasks(
+    data_file, tokenizer, model, monkeypatch
+):
+    """The authors' code ends the answers of samsum at a line, and no others."""
+    (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    asked = {}
+
+    def generate(model, prompts, max_new_tokens, *, end_ids, beams, **_):
+        asked[cell.task] = (newline in end_ids, beams)
+        return [[]] * len(prompts)
+
+    monkeypatch.setattr(longbench, "generate_tokens", generate)
+    evaluation = LongBench(data_file, (128,), limit=1)
+    for cell in evaluation.cells():
+        evaluation.run(cell, model, tokenizer)
+    assert asked == {task: (task == "samsum", 1) for task in load_tasks()}
+
+
 def test_official_prompts_are_complete(data_file):
     for task, collection in read_collections(data_file).items():
         text = collection.prompts[0].text

@@ -27,6 +27,7 @@ from farspan.evals.needle import (
     effective_length,
     haystack_text,
     insert_needles,
+    recall_keys,
 )
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
@@ -103,6 +104,22 @@ def test_tasks_hide_the_configured_number_of_needles(tokenizer):
         keys = re.findall(r"[a-z]+-[a-z]+", sample.question)
         needles = [next(words for words in sample.needles if f" {key} " in words) for key in keys]
         assert [re.search(r"\d{7}", words)[0] for words in needles] == list(sample.answers)
+
+
+@pytest.mark.parametrize(("task", "count"), [("multi-value", 1), ("multi-query", 2), ("single", 1)])
+def test_a_question_for_two_numbers_is_in_the_plural(task, count):
+    sample = Needle((512,), values=2, queries=2)._make_sample(task, 0)
+    assert len(re.findall(r"[a-z]+-[a-z]+", sample.question)) == count
+    words = ("number", "is") if task == "single" else ("numbers", "are")
+    assert re.fullmatch(rf"\nThe magic {words[0]} of .+ {words[1]}:", sample.question)
+
+
+@pytest.mark.parametrize("tasks", [["single"], ["single", "variables"]])
+def test_several_tasks_have_an_average(tasks):
+    keys = recall_keys("needle", tasks, (512, 1024))
+    assert dict.fromkeys(key.task for key in keys) == dict.fromkeys(
+        tasks if len(tasks) == 1 else [*tasks, "average"]
+    )
 
 
 def test_variables_are_assigned_in_order(tokenizer):

@@ -91,6 +91,7 @@ def test_prompts_have_exactly_their_length(tokenizer):
 
 def test_the_first_name_counts():
     assert first_name(" Mara.", ["Mara"]) == 1
+    assert first_name(" Mara, not Felix", ["Mara"]) == 1
     assert first_name(" the man Felix, or Mara", ["Mara"]) == 0
     assert first_name(" nobody", ["Mara"]) == 0
 

@@ -535,6 +535,19 @@ def test_passkey_accuracy_equals_the_score_of_the_evaluation(blunted, grid, monk
     assert len(samples) == options["depths"] * options.get("keys", 1)
 
 
+def test_passkey_accuracy_is_the_share_of_hits_of_one_key_at_each_depth(monkeypatch):
+    asked = []
+
+    def run(self, cell, *_):
+        asked.append((cell.length, self.keys))
+        return [{"hit": len(asked) % 4 != 0} for _ in range(self.keys)]
+
+    monkeypatch.setattr(Passkey, "run", run)
+    monkeypatch.setattr(passkey, "PrefixCache", lambda model: None)
+    assert passkey_accuracy(None, None, 300, depths=8) == 6 / 8
+    assert asked == [(300, 1)] * 8
+
+
 def test_grid_lengths_are_even_and_not_too_short():
     assert grid_lengths(16_384, 100) == tuple(range(1024, 16_385, 1024))
     close = grid_lengths(1024, 90)

@@ -277,6 +277,18 @@ def test_patched_model_loads_in_any_dtype(tmp_path):
         assert seam.installed(loaded)
 
 
+def test_fingerprint_of_a_patch_depends_on_where_its_scales_stand():
+    """Their smallest, mean and largest values, which patch.json shows, may be equal."""
+    scales = Scales((0, 1), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.eye(2), "log", 8)
+    patch = patch_for(family("llama"), scales=scales)
+    permuted = replace(patch, scales=replace(scales, base=scales.base.flip(1)))
+    assert permuted.describe() == patch.describe()
+    steeper = replace(patch, scales=replace(scales, slope=scales.slope.flip(1)))
+    equal = replace(patch, scales=replace(scales, base=scales.base.clone()))
+    assert len({each.fingerprint for each in (patch, permuted, steeper)}) == 3
+    assert equal.fingerprint == patch.fingerprint
+
+
 def test_fingerprint_depends_on_weights_and_not_on_dtype():
     model = family("llama")
     before = fingerprint(model)

@@ -21,7 +21,7 @@ from farspan.attention import seam
 from farspan.attention.backends import visible_keys
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
-from farspan.evals import perplexity
+from farspan.evals import perplexity, suites
 from farspan.evals.longppl import Contrast, Evaluator, are_key_tokens
 from farspan.evals.perplexity import Perplexity, Text, read_text
 from farspan.evals.scores import bootstrap, wilson
@@ -238,6 +238,36 @@ def test_loss_by_position_averages_full_windows():
         assert sizes @ curve["losses"] == pytest.approx(curve["nll"], abs=1e-3), "bins tile it"
     scores = [score for score in evaluation.score(curves) if score.metric == "loss"]
     assert [score.length for score in scores] == curves[0]["positions"]
+
+
+def test_a_document_of_one_window_has_a_loss_by_position():
+    """In 32 bins, or one for each token of a shorter window."""
+    curves = [
+        sample
+        for length in (40, 17)
+        for sample in samples(Perplexity((text(length),), (length,), stride=8), tiny())
+        if "losses" in sample
+    ]
+    assert [curve["end"] for curve in curves] == [40, 17]
+    assert [len(curve["losses"]) for curve in curves] == [32, 16]
+    assert curves[1]["positions"] == list(range(2, 18))
+
+
+def test_default_lengths_reach_to_the_longest_document(monkeypatch):
+    monkeypatch.setattr(suites, "_read_texts", lambda *_: (text(64), text(32, 16)))
+    monkeypatch.setattr(suites, "begin_of_text", lambda tokenizer: [])
+    model = SimpleNamespace(tokenizer=None)
+    plan = SimpleNamespace(config=suites.EvalConfig(), texts={}, evaluator=None)
+    plan.lengths, plan.lengths_requested = (16, 32, 64), False
+    assert suites._perplexity(None)(model, plan).lengths == (16, 32)
+
+
+def test_mode_yarn_scores_a_document_of_one_token():
+    """It follows the begin-of-text token."""
+    model = tiny()
+    (sample,) = samples(Perplexity((text(1),), (16,), "yarn", stride=8), model)
+    (loss,) = brute_force_losses(model, [(1,)], text(1).ids[0].tolist())
+    assert sample["nll"] == pytest.approx(loss)
 
 
 def test_results_do_not_depend_on_batches_or_out_of_memory(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from families import FAMILIES, SHAPE
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError
 from farspan.evals.scores import EvalCell
-from farspan.evals.suites import PRESET_LIMIT, PRESET_WINDOWS, SUITES, EvalConfig
+from farspan.evals.suites import PRESET_KEYS, PRESET_LIMIT, PRESET_WINDOWS, SUITES, EvalConfig
 from farspan.methods.job import grid_size, search_best
 from farspan.methods.presets import PRESETS, choose_preset, preset_config
 from farspan.methods.registry import (
@@ -93,7 +94,7 @@ def test_stages_count_the_work_of_every_method(monkeypatch):
 def test_the_size_of_a_grid_bounds_the_losses_of_a_search():
     """And one refinement of six losses less would be too few."""
     counts = []
-    for best in (0.8, 1.3, 1.77, 3.0):
+    for best in (*torch.arange(0.8, 3.0, 0.013).tolist(), 3.0):
         _, losses = search_best(lambda value, best=best: abs(value - best), COARSE, STEP)
         counts.append(len(losses))
     assert grid_size(COARSE, STEP) - 6 < max(counts) <= grid_size(COARSE, STEP)
@@ -135,6 +136,21 @@ def test_the_quick_preset_of_eval_changes_only_what_is_not_set():
     assert SUITES["needle"].complete(EvalConfig()).limit is None
     with pytest.raises(FarspanError, match="preset 'fast' is unknown"):
         EvalConfig(preset="fast")
+
+
+def test_the_quick_preset_of_eval_is_the_documented_one():
+    page = (Path(__file__).parent.parent / "docs" / "eval.md").read_text()
+    (row,) = re.findall(r"^\| `quick` \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    windows, limit, keys = map(int, row)
+    assert SUITES["perplexity"].complete(EvalConfig(preset="quick")).windows == windows
+    assert SUITES["needle"].complete(EvalConfig(preset="quick")).limit == limit
+    assert keys == PRESET_KEYS
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("basline", "baseline"), ("lenghts", "lengths")])
+def test_a_wrong_setting_of_evaluate_names_the_setting_or_parameter_that_was_meant(wrong, meant):
+    with pytest.raises(TypeError, match=f"no setting '{wrong}'; did you mean {meant}"):
+        EvalConfig().with_settings({wrong: 1})
 
 
 def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):

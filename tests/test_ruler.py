@@ -26,13 +26,13 @@ from farspan.cli import main
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
-from farspan.evals import ruler
+from farspan.evals import ruler, ruler_tasks
 from farspan.evals.chat import chat_frame
 from farspan.evals.engine import Generated
 from farspan.evals.gates import METRICS
 from farspan.evals.ruler import Ruler, most_units, string_match
 from farspan.evals.ruler_qa import read_qa
-from farspan.evals.ruler_tasks import NIAH_TASKS, NOISE, TASKS, variants
+from farspan.evals.ruler_tasks import ANSWER_TOKENS, NIAH_TASKS, NOISE, TASKS, variants
 from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
@@ -302,6 +302,10 @@ class TwoTokensPerCharacter:
         return {"input_ids": [half for letter in text for half in (ord(letter), 0)]}
 
 
+def test_answers_have_as_many_tokens_as_hsieh_2024_publishes():
+    assert [ANSWER_TOKENS[task] for task in TASKS] == [128] * 8 + [30, 120, 50, 32, 32]
+
+
 @pytest.mark.long
 def test_the_answer_has_its_published_room_or_more_if_its_tokens_need_it(tokenizers, files):
     def rooms(tokenizer, tasks=TASKS, length=4096):
@@ -358,6 +362,16 @@ def test_cells_name_their_haystacks(essay):
     own = {"niah_single_1": "noise", "niah_multikey_2": "needle", "niah_multikey_3": "needle"}
     own |= {"vt": "noise", "cwe": "words", "fwe": "words"}
     assert names == dict.fromkeys(TASKS[:11], "essay.txt") | own
+
+
+def test_a_long_sentence_is_split_so_that_needles_fit_between_its_parts(tmp_path):
+    """Into parts of 40 words, as a table without a full stop would be."""
+    file = tmp_path / "table.txt"
+    words = [f"w{number}" for number in range(100)]
+    file.write_text(" ".join(words) + ". A short one.")
+    parts = ruler_tasks._essay(str(file), 512, "table")
+    assert [len(part.split()) for part in parts] == [40, 40, 20, 3]
+    assert " ".join(parts).replace(".", "").split()[:100] == words
 
 
 def test_needles_lie_at_40_even_depths():

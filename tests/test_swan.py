@@ -1109,6 +1109,23 @@ def test_forward_flops_are_those_that_torch_counts(tied: bool):
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
+def test_a_distilled_token_costs_what_torch_counts_for_both_models():
+    """A forward and a backward pass of the model, and a forward pass of its base."""
+    config = hf.LlamaConfig(**SHAPE, attn_implementation="eager")
+    model, layers = hf.LlamaForCausalLM(config), [layer_like()] * 4
+    flops = []
+    for base in ([], layers):
+        with FlopCounterMode(display=False) as counter:
+            model(tokens(1, batch=1), use_cache=False).logits.sum().backward()
+            if base:
+                with torch.no_grad():
+                    model(tokens(1, batch=1), use_cache=False)
+        flops.append(counter.get_total_flops())
+        counted = swan_module.distillation_flops(model, layers, base, 1)
+        assert counted == pytest.approx(flops[-1], rel=0.02)
+    assert flops[0] < flops[1]
+
+
 @pytest.mark.parametrize(("share", "windows"), [(0.5, [8, None, 8, None]), (0.01, [8, 8, 8, None])])
 def test_planned_layers_have_windows_except_the_global_ones(share, windows):
     layers = [layer_like(index=index) for index in (0, 2, 3, 7)]
@@ -1147,6 +1164,26 @@ def test_sharpening_measures_every_slope_and_scales_by_the_chosen_one(monkeypatc
     assert torch.equal(scales.slope, torch.full((2, 4), 0.2))
     monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: 0.0)
     assert swan_module._sharpen(model, job, (1, 3), 0.0) is None
+
+
+@pytest.mark.parametrize(("target", "distance"), [(3 * LENGTH, LENGTH), (LENGTH + 8, 20)])
+def test_sharpening_repeats_tokens_a_train_length_or_half_the_target_apart(
+    target, distance, monkeypatch
+):
+    distances = []
+
+    def rows_with_repeats(ids, seed, distance):
+        distances.append(distance)
+        return layer_costs.rows_with_repeats(ids, seed, distance)
+
+    monkeypatch.setattr(swan_module, "SLOPES", (0.0,))
+    monkeypatch.setattr(swan_module, "rows_with_repeats", rows_with_repeats)
+    model = build("farspan-rope")
+    job = job_for(model, target=target, choose=tokens(target, batch=1))
+    swan_module._sharpen(model, job, (3,), 0.0)
+    assert distances == [distance]
+    (measured,) = job.details["sharpening"]
+    assert all(number == round(number, 5) for number in measured.values()), "five decimals"
 
 
 @pytest.mark.long

@@ -405,6 +405,14 @@ def test_lego_asks_for_the_second_half():
             assert asked == steps
 
 
+def test_the_signs_of_lego_are_equally_frequent():
+    rng = np.random.default_rng(0)
+    chains = [TASKS["lego"].make(8, rng).input for _ in range(300)]
+    signs = Counter(re.findall(r"= ([+-]) ", " ".join(chains)))
+    assert sum(signs.values()) == 2400
+    assert signs["+"] == pytest.approx(1200, abs=4 * (2400 / 4) ** 0.5)
+
+
 def test_tasks_name_their_counterparts():
     groups = Counter(task.group for task in TASKS.values())
     assert groups == {"primitive": 8, "reasoning": 8, "classical": 2, "": 2}

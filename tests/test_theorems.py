@@ -69,6 +69,13 @@ def test_constructed_models_compute_positions_and_score_distances(rule):
         assert np.allclose(proof.scores, rule.expected(np.arange(length)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", [linear(48, 0.5), look_back(48, 5, 2.0)], ids=["linear", "back"])
+def test_positions_are_computed_up_to_the_length_of_the_rule(rule):
+    proof = prove(rule)
+    assert proof.positions == pytest.approx(np.arange(1, 49), abs=1e-6)
+    assert max(proof.position_error, proof.score_error) < 1e-6
+
+
 def test_constructed_model_is_an_ordinary_model_without_positions():
     model = construct(look_back(64, 3, 20.0))
     assert type(model) is FarspanForCausalLM
@@ -184,6 +191,22 @@ def test_constant_coordinates_get_no_weight(constant):
     weights = _ridge(rows.T @ rows, 1e-6)
     assert weights[:3] == pytest.approx(torch.tensor([2.0, 0.0, -1.0]).double(), abs=1e-4)
     assert x @ weights[:3] + weights[3] == pytest.approx(rows[:, -1], abs=1e-4)
+
+
+def test_positions_are_read_by_least_squares_on_the_first_half():
+    """Without a ridge, in several batches."""
+    model = tiny("none")
+    ids = torch.randint(16, (12, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    positions = np.tile(np.arange(1, 9), 6)
+    for readout, hidden in zip(read_positions(model, ids, ridge=0.0), states, strict=True):
+        fit, held_out = (
+            np.column_stack([half.flatten(0, 1).double(), np.ones(48)]) for half in hidden.split(6)
+        )
+        weights = np.linalg.lstsq(fit, positions, rcond=None)[0]
+        error = np.abs(held_out @ weights - positions).mean()
+        assert readout.error == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
 def test_the_middle_is_read_where_hidden_states_are_constant():
