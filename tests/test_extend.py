@@ -509,6 +509,38 @@ def test_a_number_of_steps_is_the_search_of_wang_2024():
     assert plan.repeats == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "repeats", "passkeys"),
+    [
+        ({}, 0.5, 0.25),
+        ({"repeats": 0.9}, 0.9, 0.1),
+        ({"repeats": 1.0}, 1.0, 0.0),
+        ({"passkeys": 0.75}, 0.25, 0.75),
+        ({"repeats": 0.1, "passkeys": 0.2}, 0.1, 0.2),
+    ],
+)
+def test_a_share_that_is_set_leaves_the_rest_to_the_other(settings, repeats, passkeys):
+    plan = SearchConfig(**settings).resolve(True)
+    assert (plan.repeats, plan.passkeys) == pytest.approx((repeats, passkeys))
+
+
+def test_unlikely_answers_are_no_divergence(monkeypatch):
+    """A batch without passkeys may follow one whose answers cost 20 nats a token."""
+    margins = []
+    original = headscale_module.TrainPlan
+    monkeypatch.setattr(
+        headscale_module,
+        "TrainPlan",
+        lambda *args, **options: margins.append(options["margin"]) or original(*args, **options),
+    )
+    model = BY_NAME["farspan-none"].build()
+    job = replace(job_for(model), tokenizer=object())
+    monkeypatch.setattr(headscale_module, "recall_rows", lambda *_, **__: None)
+    for search in (QUICK, replace(QUICK, passkeys=0.5, answers=2.0)):
+        headscale(model, job, search)
+    assert margins == [1.0, 41.0]
+
+
 def test_repeated_spans_are_for_models_with_nope_layers():
     assert SearchConfig().resolve(True).repeats > 0
     assert SearchConfig().resolve(False).repeats == 0

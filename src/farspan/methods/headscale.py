@@ -27,7 +27,7 @@ from farspan.attention.scales import BASES, RelativeScales, Scales
 from farspan.data.passkey import PasskeyDocuments, train_key
 from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
-from farspan.methods.job import FitJob, lowest_loss, scaled_loss
+from farspan.methods.job import FitJob, loss_margin, lowest_loss, scaled_loss
 from farspan.methods.uniform import uniform
 from farspan.model.compile import compiled_layers, prefer_cudnn
 from farspan.model.loss import last_losses, mean_loss, token_losses
@@ -130,14 +130,19 @@ class SearchConfig:
         """
         default = PAPER if self.steps else QUICK if self.quick else FULL
         rewards = has_nope and default is not PAPER
+        repeats, passkeys = self.repeats, self.passkeys
+        if repeats is None:
+            repeats = min(REPEATS, 1 - (passkeys or 0.0)) if rewards else 0.0
+        if passkeys is None:
+            passkeys = min(PASSKEYS, 1 - repeats) if rewards else 0.0
         return SearchPlan(
             self.steps or self.max_steps,
             self.batch or default.batch,
             self.micro_batch,
             self.lr or default.lr,
             default.warmup if self.warmup is None else self.warmup,
-            (REPEATS if rewards else 0.0) if self.repeats is None else self.repeats,
-            (PASSKEYS if rewards else 0.0) if self.passkeys is None else self.passkeys,
+            repeats,
+            passkeys,
             None
             if self.steps
             else PlateauRule(min_gain=default.min_gain if self.min_gain is None else self.min_gain),
@@ -380,7 +385,13 @@ def optimize_scales(
     validations: list[float] = []
     task = _search_task(model, scaled, job, search, plan, config, validations)
     steps = TrainPlan(
-        plan.steps, job.seed, config, search.save_every, log_every=1, plateau=plan.plateau
+        plan.steps,
+        job.seed,
+        config,
+        search.save_every,
+        log_every=1,
+        plateau=plan.plateau,
+        margin=loss_margin(search.answers if plan.passkeys else 0.0),
     )
     advance = job.progress(f"{method} lr {lr:g}", plan.steps)
 

@@ -25,7 +25,10 @@ from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
 from farspan.progress import Progress, silent
+from farspan.train.loop import TrainPlan
 from farspan.train.sharding import processes
+
+MAX_TOKEN_LOSS = 20.0  # nats, of the tokens of an answer on average
 
 Name = TypeVar("Name")
 
@@ -130,6 +133,14 @@ class FitJob:
             return
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
+
+
+def loss_margin(answer_weight: float) -> float:
+    """Nats by which the loss of a step may exceed that of others.
+
+    The answers of a batch may be unlikely throughout, and another batch may have none.
+    """
+    return TrainPlan.margin + MAX_TOKEN_LOSS * answer_weight
 
 
 @lru_cache(maxsize=2)

@@ -27,7 +27,7 @@ from farspan.data.recall import ChangeRow, recall_rows
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json
 from farspan.methods.distill import DistillModule, compiled, make_teacher
-from farspan.methods.job import FitJob
+from farspan.methods.job import FitJob, loss_margin
 from farspan.methods.layer_costs import (
     as_table,
     choose_layers,
@@ -53,7 +53,6 @@ MIN_LENGTH = 2  # one token predicts nothing
 MAX_WINDOW, MAX_LENGTH = 512, 8192
 SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
 BATCH_TOKENS, MICRO_BATCH_TOKENS = 65_536, 32_768
-MAX_TOKEN_LOSS = 20.0  # nats, of the tokens of an answer on average
 
 
 @dataclass(frozen=True)
@@ -395,8 +394,7 @@ def _distill(
             probe(teacher) if by_kl else (),
             plan.length,
         ),
-        # The answers of a batch may be unlikely throughout, and another batch may have none.
-        margin=1.0 + MAX_TOKEN_LOSS * answer_weight,
+        margin=loss_margin(answer_weight),
     )
     return train_weights(model, job, "distill", tuning, training)
 
