@@ -538,7 +538,7 @@ def test_unlikely_answers_are_no_divergence(monkeypatch):
     monkeypatch.setattr(headscale_module, "recall_rows", lambda *_, **__: None)
     for search in (QUICK, replace(QUICK, passkeys=0.5, answers=2.0)):
         headscale(model, job, search)
-    assert margins == [1.0, 41.0]
+    assert margins == [1.0, 81.0]
 
 
 def test_repeated_spans_are_for_models_with_nope_layers():
@@ -604,18 +604,47 @@ def test_a_search_reads_windows_with_repeated_spans(monkeypatch):
 
 
 def test_answers_count_beside_the_mean_of_all_tokens():
-    """With the weight that is set, whatever the number of answers; without any, nothing changes."""
+    """With the weight that is set, by row; without any, nothing changes."""
     model = BY_NAME["farspan-none"].build().double()
-    ids = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
     marks = torch.zeros_like(ids)
     marks[0, -3:] = marks[1, 5] = marks[1, 0] = 1  # the first token of a row is not predicted
     losses = token_losses(model, ids)
-    answers = torch.cat((losses[0, -3:], losses[1, 4:5])).mean()
-    expected = losses.mean() + 0.7 * answers
+    expected = losses.mean() + 0.7 * (losses[0, -3:].mean() + losses[1, 4]) / 3
     weighted = mean_loss(model, ids, answers=marks, answer_weight=0.7, budget=3 * VOCABULARY)
-    assert weighted.item() == pytest.approx(expected.item(), abs=1e-7)
+    assert weighted.item() == pytest.approx(expected.item(), abs=1e-12)
     without = mean_loss(model, ids, answers=0 * marks, answer_weight=0.7)
     assert without.item() == pytest.approx(losses.mean().item(), abs=1e-12)
+
+
+def test_answers_count_alike_in_micro_batches_of_any_size():
+    """Memory and the number of processes decide how rows are split, and no result."""
+    model = BY_NAME["farspan-none"].build().double()
+    ids = torch.randint(VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))
+    marks = torch.zeros_like(ids)
+    marks[0, -3:] = marks[2, 7] = 1
+    whole = mean_loss(model, ids, answers=marks, answer_weight=0.7)
+    for rows in (1, 2):
+        parts = zip(ids.split(rows), marks.split(rows), strict=True)
+        losses = [mean_loss(model, a, answers=b, answer_weight=0.7).item() for a, b in parts]
+        assert np.mean(losses) == pytest.approx(whole.item(), abs=1e-12)
+
+
+def test_the_loss_of_a_search_stays_float32_under_autocast():
+    model = BY_NAME["farspan-none"].build()
+    ids = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, expected = mean_loss(model, ids), token_losses(model, ids).mean()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "rows"),
+    [(8, 2304, 8), (8, 18_432, 1), (8, 9000, 2), (6, 9000, 3), (2, 50_000, 1)],
+)
+def test_long_windows_are_read_in_small_micro_batches(batch, length, rows):
+    assert headscale_module._largest_micro_batch(batch, length) == rows
 
 
 def test_answers_pull_the_gradient_of_scales():
@@ -694,7 +723,7 @@ def test_answers_of_passkeys_count_in_the_loss_of_a_search(monkeypatch):
     monkeypatch.setattr(headscale_module, "mean_loss", record)
     job = replace(job_for(model), tokenizer=object())
     headscale(model, job, replace(QUICK, passkeys=0.5, answers=0.7))
-    assert seen == [([1, 1], [1, 1], 0.7)] * 4
+    assert seen == [([1, 1], [1, 1], 1.4)] * 4, "of the half of the rows that has passkeys"
 
 
 def test_passkeys_need_a_tokenizer():

@@ -219,7 +219,9 @@ def test_a_study_searches_on_a_mixture_and_knows_its_files(folder, tokenizer):
 
 def test_a_search_reads_no_window_twice_if_the_text_has_enough():
     config = ExtendConfig()
-    assert search_windows(["headscale"], config, 16_384, 2048) == (18_432, 400)
+    assert search_windows(["headscale"], config, 16_384, 2048) == (18_432, 1600)
+    quick = ExtendConfig(search=SearchConfig(quick=True))
+    assert search_windows(["headscale"], quick, 16_384, 2048) == (18_432, 400)
     paper = ExtendConfig(search=SearchConfig(steps=200))
     assert search_windows(["headscale"], paper, 16_384, 2048) == (18_432, 1600)
     shorter = ExtendConfig(search=SearchConfig(steps=50, beyond=1.0), search_windows=64)

@@ -41,6 +41,7 @@ MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
 VALIDATED = 4  # windows of the choose split that the plateau is judged on
 REPEATS = 0.5  # share of the windows with repeated spans, for models with NoPE layers
 PASSKEYS = 0.25  # share of the windows with a passkey, for those that retrieve passkeys
+MICRO_BATCH_TOKENS = 32_768
 
 
 class SearchDefaults(NamedTuple):
@@ -64,7 +65,7 @@ class SearchConfig:
     quick: bool = False  # to a plateau with few windows: minutes on a CPU, and a coarser result
     min_gain: float | None = None  # nats; a smaller fall of the loss is a plateau
     batch: int | None = None  # windows per step
-    micro_batch: int = 8
+    micro_batch: int = 0  # windows in memory at once; 0: as many as have MICRO_BATCH_TOKENS
     lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
     warmup: int | None = None  # steps until the learning rate is reached
     constraint: bool = True  # λ̂ ≥ 1
@@ -73,7 +74,7 @@ class SearchConfig:
     repeats: float | None = None  # share of the windows with spans that stand twice
     spans: tuple[int, ...] = SPAN_SIZES  # tokens of such a span, at least and below
     passkeys: float | None = None  # share of the windows that begin with a passkey document
-    answers: float = 0.3  # weight of the mean loss of its answers
+    answers: float = 0.125  # weight of the mean loss of its answers
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
@@ -82,7 +83,7 @@ class SearchConfig:
             ("steps", 0),
             ("max_steps", 1),
             ("batch", 1),
-            ("micro_batch", 1),
+            ("micro_batch", 0),
             ("save_every", 1),
         ):
             if (value := getattr(self, name)) is not None and value < least:
@@ -258,7 +259,11 @@ def _search(
         raise FarspanError(
             "search.passkeys needs a tokenizer, and this model has none; set search.passkeys=0"
         )
-    if search.passkeys is None and plan.passkeys and not retrieves_passkeys(model, job):
+    if (
+        search.passkeys is None
+        and plan.passkeys
+        and not all_processes_agree(retrieves_passkeys(model, job), model.device)
+    ):
         plan = replace(plan, passkeys=0.0)
     if method == "headlog":  # two numbers move one scale
         plan = replace(plan, lr=tuple(lr / 2 for lr in plan.lr))
@@ -288,10 +293,19 @@ def retrieves_passkeys(model: PreTrainedModel, job: FitJob, keys: int = 5) -> bo
     return math.fsum(losses) / keys < math.log(2)
 
 
+def all_processes_agree(value: bool, device: torch.device) -> bool:
+    """Whether it is true in every process: all of them must read the same text."""
+    votes = torch.tensor(int(value), device=device)
+    if processes().num_processes > 1:
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN)
+    return bool(votes)
+
+
 class ScaledModel(nn.Module):
     """The mean loss of a batch under trainable scales.
 
-    answers: the weight of the mean loss of answers, which batches [2, B, T] mark.
+    answers: the weight of the mean loss of a row's answers, which batches [2, B, T] mark, in the
+        mean over rows.
     The model is not a submodule, so only the scales are distributed, reduced and saved.
     """
 
@@ -371,7 +385,9 @@ def optimize_scales(
 
     A job with a folder resumes from its last checkpoint.
     """
-    scaled = ScaledModel(model, start, search.answers)
+    # Of the rows with a passkey, of which there are so many in a batch on average.
+    answers = search.answers / plan.passkeys if plan.passkeys else 0.0
+    scaled = ScaledModel(model, start, answers)
     scaled.project(search.constraint, job.search.shape[1])
     config = OptimizerConfig(
         "adamw",
@@ -391,7 +407,7 @@ def optimize_scales(
         search.save_every,
         log_every=1,
         plateau=plan.plateau,
-        margin=loss_margin(search.answers if plan.passkeys else 0.0),
+        margin=loss_margin(answers),
     )
     advance = job.progress(f"{method} lr {lr:g}", plan.steps)
 
@@ -446,6 +462,13 @@ def _describe(method: str, lr: float, plan: SearchPlan, result: TrainResult) -> 
     }
 
 
+def _largest_micro_batch(batch: int, length: int) -> int:
+    """The most windows of MICRO_BATCH_TOKENS that divide a process's share of a batch."""
+    share = max(1, batch // processes().num_processes)
+    most = max(1, MICRO_BATCH_TOKENS // length)
+    return max(rows for rows in range(1, min(share, most) + 1) if share % rows == 0)
+
+
 def _search_task(
     model: PreTrainedModel,
     scaled: ScaledModel,
@@ -472,7 +495,7 @@ def _search_task(
         store_base_rates([optimizer]),
         job.batches(
             plan.batch,
-            plan.micro_batch,
+            plan.micro_batch or _largest_micro_batch(plan.batch, job.search.shape[1]),
             model.device,
             recall_rows(
                 job.seed,

@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
+from farspan.model.compile import raise_recompile_limit
 from farspan.model.transformer import FarspanModel
 
 BUDGET = 1 << 24  # logits held at once
@@ -88,7 +89,8 @@ def mean_loss(
 ) -> Tensor:
     """The mean of token_losses(model, ids), with a gradient to the hidden states, not to the head.
 
-    answers: a mask [B, T] of tokens whose mean loss is added with `answer_weight`.
+    answers: a mask [B, T] of tokens. The mean over rows of the mean loss of a row's answers, 0
+        where a row has none, is added with `answer_weight`.
     The gradient is computed together with the loss, so that at most `budget` logits exist at once.
 
     >>> mean_loss(model, ids).backward()  # to scales on the seam
@@ -96,7 +98,9 @@ def mean_loss(
     output = decoder_output(model, ids)
     weights = torch.ones_like(ids[:, 1:], dtype=_loss_dtype(output.last_hidden_state))
     if answers is not None:
-        weights += _answer_weights(answers[:, 1:], answer_weight)
+        marks = answers[:, 1:].to(weights)
+        by_row = marks.sum(1, keepdim=True).clamp(min=1.0)
+        weights += answer_weight * marks.shape[1] * marks / by_row
     weights /= weights.numel()
     return _HeadLoss.apply(output.last_hidden_state, output, model, ids, weights, budget)
 
@@ -128,7 +132,7 @@ class _HeadLoss(torch.autograd.Function):
                 targets = ids[:, start + 1 : stop + 1].to(logits.device)
                 rows = logits.to(_loss_dtype(logits)).flatten(0, 1)
                 losses = F.cross_entropy(rows, targets.flatten(), reduction="none")
-                loss = losses @ weights[:, start:stop].flatten().to(losses)
+                loss = (losses * weights[:, start:stop].flatten().to(losses)).sum()
             (gradient[:, start:stop],) = torch.autograd.grad(loss, chunk.last_hidden_state)
             total = total + loss.detach()
 
@@ -168,17 +172,11 @@ def mean_kl(
 
 
 def _next_tokens(ids: Tensor, answers: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """The token after each position [B, T], and the weight of its cross-entropy: 0 but where an
-    answer comes next."""
+    """The token after each position [B, T], and the weight of its cross-entropy in a sum of which
+    the mean over all positions is taken: 0 but where an answer comes next."""
     targets, marks = ids.roll(-1, 1), answers.roll(-1, 1).float()
     marks[:, -1] = 0.0
-    return targets, _answer_weights(marks, weight)
-
-
-def _answer_weights(marks: Tensor, weight: float) -> Tensor:
-    """Weights [B, T] in a mean over all positions that add `weight` times the mean over answers."""
-    marks = marks.float()
-    return marks * (weight * marks.numel() / marks.sum().clamp(min=1.0))
+    return targets, marks * (weight * marks.numel() / marks.sum().clamp(min=1.0))
 
 
 def decoder_output(model: PreTrainedModel, ids: Tensor) -> Any:
@@ -307,6 +305,7 @@ class _HeadKL(torch.autograd.Function):
 
 @cache
 def compiled_on_gpu(function: Any) -> Any:
+    raise_recompile_limit()
     # For each shape: a run has a few, and code for any shape makes a whole step 6% slower.
     return torch.compile(function, dynamic=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,13 @@ def passkeys_in_training(source: str | Path) -> str:
     folder = Path(source)
     if (patch := find_patch(folder)) is not None:
         record = folder / "record.json"
-        searches = read_json(record).get("searches", ()) if record.is_file() else ()
-        if any(search.get("passkeys") for search in searches):
+        if record.is_file() and searched_on_passkeys(read_json(record)):
             return "yes"
         return passkeys_in_training(base_source(folder, patch))
     trained = trained_with_passkeys(Path(resolve_bundled(source)))
     return UNKNOWN if trained is None else "yes" if trained else "no"
+
+
+def searched_on_passkeys(record: Mapping[str, Any]) -> bool:
+    """Whether a search for scales, in a record or a cell, read passkey documents."""
+    return any(search.get("passkeys") for search in record.get("searches", ()))

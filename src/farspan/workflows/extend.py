@@ -247,7 +247,7 @@ def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
     """The settings that save memory, of those that the methods use."""
     tunes = config.tune or TRAINED_METHODS & set(names)
     sizes = {
-        "search": config.search.micro_batch,
+        "search": config.search.micro_batch or math.inf,
         "tuning": (config.tuning.micro_batch or math.inf) if tunes else 1,
     }
     return "".join(

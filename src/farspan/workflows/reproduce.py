@@ -69,7 +69,7 @@ from farspan.summaries import ResultList, draw
 from farspan.train.loop import StepMetrics
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
-from farspan.workflows.eval_models import passkeys_in_training
+from farspan.workflows.eval_models import passkeys_in_training, searched_on_passkeys
 from farspan.workflows.pretrain import pretrain, read_recipe
 from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
 from farspan.workflows.reproduce_study import (
@@ -267,6 +267,8 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
     for name in ("max_steps", "min_gain", "quick", "passkeys", "answers"):
         if getattr(study.extension.search, name) == getattr(SearchConfig, name):
             del settings["extension"]["search"][name]
+    if not study.extension.search.micro_batch:  # it changes no result; its default was 8
+        settings["extension"]["search"]["micro_batch"] = 8
     return json.loads(json.dumps(settings))
 
 
@@ -484,7 +486,7 @@ def _measure_cell(
                 tokenizer,
                 result["target"],
                 keys=texts.study.passkeys,
-                trained=passkeys_in_training(folder),
+                trained="yes" if searched_on_passkeys(result) else passkeys_in_training(folder),
             )
         return result
 
