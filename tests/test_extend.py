@@ -35,7 +35,14 @@ from farspan.methods import tuning as tuning_module
 from farspan.methods import uniform as uniform_module
 from farspan.methods.drope import drope
 from farspan.methods.headscale import SearchConfig, headlog, headscale
-from farspan.methods.job import FitJob, loss_by_position, lowest_loss, scaled_loss, search_best
+from farspan.methods.job import (
+    FitJob,
+    largest_micro_batch,
+    loss_by_position,
+    lowest_loss,
+    scaled_loss,
+    search_best,
+)
 from farspan.methods.registry import (
     METHODS,
     ExtendConfig,
@@ -644,7 +651,7 @@ def test_the_loss_of_a_search_stays_float32_under_autocast():
     [(8, 2304, 8), (8, 18_432, 1), (8, 9000, 2), (6, 9000, 3), (2, 50_000, 1)],
 )
 def test_long_windows_are_read_in_small_micro_batches(batch, length, rows):
-    assert headscale_module._largest_micro_batch(batch, length) == rows
+    assert largest_micro_batch(batch, length) == rows
 
 
 def test_answers_pull_the_gradient_of_scales():
@@ -724,6 +731,15 @@ def test_answers_of_passkeys_count_in_the_loss_of_a_search(monkeypatch):
     job = replace(job_for(model), tokenizer=object())
     headscale(model, job, replace(QUICK, passkeys=0.5, answers=0.7))
     assert seen == [([1, 1], [1, 1], 1.4)] * 4, "of the half of the rows that has passkeys"
+
+
+def test_all_processes_read_the_same_text(monkeypatch):
+    """One that does not retrieve passkeys decides for all."""
+    device, agree = torch.device("cpu"), headscale_module.all_processes_agree
+    assert [agree(value, device) for value in (True, False)] == [True, False]
+    monkeypatch.setattr(headscale_module, "processes", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, op: votes.fill_(0))
+    assert not agree(True, device)
 
 
 def test_passkeys_need_a_tokenizer():

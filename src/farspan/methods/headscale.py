@@ -27,7 +27,13 @@ from farspan.attention.scales import BASES, RelativeScales, Scales
 from farspan.data.passkey import PasskeyDocuments, train_key
 from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
-from farspan.methods.job import FitJob, loss_margin, lowest_loss, scaled_loss
+from farspan.methods.job import (
+    FitJob,
+    largest_micro_batch,
+    loss_margin,
+    lowest_loss,
+    scaled_loss,
+)
 from farspan.methods.uniform import uniform
 from farspan.model.compile import compiled_layers, prefer_cudnn
 from farspan.model.loss import last_losses, mean_loss, token_losses
@@ -41,7 +47,6 @@ MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
 VALIDATED = 4  # windows of the choose split that the plateau is judged on
 REPEATS = 0.5  # share of the windows with repeated spans, for models with NoPE layers
 PASSKEYS = 0.25  # share of the windows with a passkey, for those that retrieve passkeys
-MICRO_BATCH_TOKENS = 32_768
 
 
 class SearchDefaults(NamedTuple):
@@ -65,7 +70,7 @@ class SearchConfig:
     quick: bool = False  # to a plateau with few windows: minutes on a CPU, and a coarser result
     min_gain: float | None = None  # nats; a smaller fall of the loss is a plateau
     batch: int | None = None  # windows per step
-    micro_batch: int = 0  # windows in memory at once; 0: as many as have MICRO_BATCH_TOKENS
+    micro_batch: int = 0  # windows in memory at once; 0: by their tokens
     lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
     warmup: int | None = None  # steps until the learning rate is reached
     constraint: bool = True  # λ̂ ≥ 1
@@ -462,13 +467,6 @@ def _describe(method: str, lr: float, plan: SearchPlan, result: TrainResult) -> 
     }
 
 
-def _largest_micro_batch(batch: int, length: int) -> int:
-    """The most windows of MICRO_BATCH_TOKENS that divide a process's share of a batch."""
-    share = max(1, batch // processes().num_processes)
-    most = max(1, MICRO_BATCH_TOKENS // length)
-    return max(rows for rows in range(1, min(share, most) + 1) if share % rows == 0)
-
-
 def _search_task(
     model: PreTrainedModel,
     scaled: ScaledModel,
@@ -495,7 +493,7 @@ def _search_task(
         store_base_rates([optimizer]),
         job.batches(
             plan.batch,
-            plan.micro_batch or _largest_micro_batch(plan.batch, job.search.shape[1]),
+            plan.micro_batch or largest_micro_batch(plan.batch, job.search.shape[1]),
             model.device,
             recall_rows(
                 job.seed,

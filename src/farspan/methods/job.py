@@ -28,6 +28,7 @@ from farspan.progress import Progress, silent
 from farspan.train.loop import TrainPlan
 from farspan.train.sharding import processes
 
+MICRO_BATCH_TOKENS = 32_768
 MAX_TOKEN_LOSS = 20.0  # nats, of the tokens of an answer on average
 
 Name = TypeVar("Name")
@@ -133,6 +134,13 @@ class FitJob:
             return
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
+
+
+def largest_micro_batch(batch: int, length: int) -> int:
+    """The most windows, of MICRO_BATCH_TOKENS at most, that divide a process's share of a batch."""
+    share = max(1, batch // processes().num_processes)
+    most = min(share, max(1, MICRO_BATCH_TOKENS // length))
+    return max(rows for rows in range(1, most + 1) if share % rows == 0)
 
 
 def loss_margin(answer_weight: float) -> float:

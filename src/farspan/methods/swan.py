@@ -27,7 +27,12 @@ from farspan.data.recall import ChangeRow, recall_rows
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json
 from farspan.methods.distill import DistillModule, compiled, make_teacher
-from farspan.methods.job import FitJob, loss_margin
+from farspan.methods.job import (
+    MICRO_BATCH_TOKENS,
+    FitJob,
+    largest_micro_batch,
+    loss_margin,
+)
 from farspan.methods.layer_costs import (
     as_table,
     choose_layers,
@@ -52,7 +57,7 @@ LEARNING_RATE = 1e-3
 MIN_LENGTH = 2  # one token predicts nothing
 MAX_WINDOW, MAX_LENGTH = 512, 8192
 SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
-BATCH_TOKENS, MICRO_BATCH_TOKENS = 65_536, 32_768
+BATCH_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,7 @@ class DistillPlan:
         micro_batch = tuning.micro_batch or max(1, MICRO_BATCH_TOKENS // length)
         batch = tuning.batch or micro_batch * max(1, BATCH_TOKENS // (micro_batch * length))
         if not tuning.micro_batch:
-            share = max(1, batch // processes().num_processes)
-            micro_batch = max(rows for rows in range(1, micro_batch + 1) if share % rows == 0)
+            micro_batch = largest_micro_batch(batch, length)
         micro_batch = min(batch, micro_batch)
         steps = tuning.steps or max(1, round(config.tokens / (batch * length)))
         return cls(length, batch, micro_batch, steps)
