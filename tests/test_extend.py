@@ -738,7 +738,12 @@ def test_all_processes_read_the_same_text(monkeypatch):
     device, agree = torch.device("cpu"), headscale_module.all_processes_agree
     assert [agree(value, device) for value in (True, False)] == [True, False]
     monkeypatch.setattr(headscale_module, "processes", lambda: SimpleNamespace(num_processes=2))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, op: votes.fill_(0))
+
+    def reduce_with_false(votes, operation):
+        smallest = operation == torch.distributed.ReduceOp.MIN
+        votes.copy_(votes.clamp(max=0) if smallest else votes.clamp(min=0))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce_with_false)
     assert not agree(True, device)
 
 
