@@ -7,14 +7,15 @@
 # cells are lines for docs/records. JOBS processes share the cells of a step. Rerun to resume:
 # finished models and cells are not repeated.
 #
-# STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants swan peers
-# train-again extend-again small-swan. extend-nope and extend-rope are the two halves of extend,
+# STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants kept swan
+# sharpened peers train-again extend-again small-swan. extend-nope and extend-rope are the two halves of extend,
 # which writes the results of both. Calls with other steps and the same OUT can share a GPU.
 # For a trial on a CPU: NOPE=nope-twin ROPE=rope-twin STEPS="extend swan" and
 # SETTINGS="report_windows=1 passkeys=1 extension.choose_windows=1 …".
 set -euo pipefail
 data=$1 out=$(realpath -m "$2")
-all="train-nope train-rope extend variants swan peers train-again extend-again small-swan"
+all="train-nope train-rope extend variants kept swan sharpened peers train-again"
+all="$all extend-again small-swan"
 STEPS=${STEPS:-$all} JOBS=${JOBS:-1} NOPE=${NOPE:-small-nope} ROPE=${ROPE:-small-rope}
 SETTINGS=${SETTINGS:-} FARSPAN=${FARSPAN:-farspan}
 mkdir -p "$out/logs"
@@ -51,20 +52,22 @@ train() { # NAME SEED RUNS
     say "$1, seed $2, is trained"
 }
 
-swan_peers='"none", "swan:swan.tokens=7536640", "yarn",
+swan_peers='"none", "swan:swan.tokens=7536640",
     "yarn:tune=fair,tuning.steps=115,tuning.batch=8,tuning.micro_batch=2",
     "drope:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64",
-    "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512"'
+    "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512", "yarn"'
 nope='"none", "uniform", "headscale", "headlog", "piecewise", "logn",
     "headscale:search.constraint=false", "headscale:search.init=1"'
 rope='"none", "uniform", "ntk", "dynamic-ntk", "yarn", "pi:tune=fair", "yarn:tune=fair"'
 nope="$NOPE=[${nope//$'\n'/}]" rope="$ROPE=[${rope//$'\n'/}]"
-own=search.steps=0,search.lr=[0.2] # the default search, which ends at a plateau
+own=search.steps=0,search.quick=true,search.lr=[0.2],search.passkeys=0 # to a plateau
 short=search.steps=50,search.warmup=5
 variants="\"headscale:$own\", \"headlog:$own\", \"headlog:$own,search.batch=8\",
     \"headlog:$own,search.batch=8,search.repeats=0\", \"headlog:$short\",
     \"headlog:$short,search.repeats=0.5\", \"headlog:$short,search.repeats=1\",
     \"headscale:$short,search.repeats=1\", \"headlog:search.repeats=1\""
+
+kept=search.steps=100,search.warmup=10,search.passkeys=0.25,search.answers=0.3,search.tail=1.0
 
 for step in $STEPS; do
     say "$step"
@@ -79,8 +82,12 @@ for step in $STEPS; do
             "grids=[\"$NOPE\"]" ;;
         variants) study variants extend-small "$out/runs" "grids=[]" passkeys=10 "factors=[4, 8]" \
             "seeds=[0]" "methods={$NOPE=[${variants//$'\n'/}]}" ;;
+        kept) study kept extend-small "$out/runs" "grids=[]" passkeys=20 "factors=[4, 8]" \
+            "methods={$NOPE=[\"headscale:$kept\", \"headlog:$kept\"]}" ;;
         swan) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
+        sharpened) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
+            report_windows=120 "methods={$ROPE=[\"swan+headlog:search.answers=0.125\"]}" ;;
         peers) study peers swan "$out/runs" "search=$out/books-passkeys.toml" \
             report_windows=120 "methods={$ROPE=[${swan_peers//$'\n'/}]}" ;;
         train-again) train "$NOPE" 1 "$out/runs-1" ;;

@@ -3,20 +3,24 @@
 #
 #     benchmarks/swan_smollm2.sh SmolLM2-135M-Instruct.Q4_1.gguf path/to/data OUT [swan.tokens=…]
 #
-# path/to/data has the corpora of docs/corpora.md. OUT/64k.json and OUT/128k.json are lines for
-# docs/records/swan-smollm2.jsonl. The two extensions took 14 minutes on an H200 that other training
-# shared, and six with 40M tokens and FIT=65536. Rerun to resume: a finished step is not repeated.
-# Settings after OUT go to `farspan extend --method swan`.
+# path/to/data has the corpora of docs/corpora.md. Rerun to resume: a finished step is not repeated.
+# Settings after OUT go to `farspan extend --method swan`. STEPS chooses steps:
+#
+# extend  OUT/swan and OUT/headlog, the conversion. OUT/times.txt has the seconds.
+# judge   OUT/64k.json and OUT/128k.json, lines for docs/records/swan-smollm2.jsonl.
+# needles OUT/needles
+# ruler   OUT/ruler-*: base and conversion, as completion and as chat; ESSAYS is the haystack.
 #
 # For a trial of the script on a CPU: rope-twin as the model, TO=1024 FAR=2048 SHORTEST=256
-# WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000 and swan.tokens=16384.
+# WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000, STEPS="extend judge needles" and swan.tokens=16384.
 set -euo pipefail
 model=$1 data=$2 out=$3
 shift 3
 TO=${TO:-65536} FAR=${FAR:-131072} SHORTEST=${SHORTEST:-1024}
 FIT=${FIT:-$FAR} # the length that scales are fitted on
-WINDOWS=${WINDOWS:-27} KEYS=${KEYS:-20} LIMIT=${LIMIT:-50}
+WINDOWS=${WINDOWS:-27} KEYS=${KEYS:-20} LIMIT=${LIMIT:-50} SAMPLES=${SAMPLES:-20}
 BOOK=${BOOK:-330000} # characters of a book that has FAR tokens
+STEPS=${STEPS:-extend judge needles ruler} ESSAYS=${ESSAYS:-$data/essays.jsonl}
 FARSPAN=${FARSPAN:-farspan} PYTHON=${PYTHON:-python}
 here=$(dirname "$0")
 mkdir -p "$out"
@@ -47,18 +51,50 @@ TOML
 
 splits=(--data "search=$out/mix.toml" --data "choose=$out/choose.jsonl"
     --data "report=$data/books_val.jsonl.xz")
-[ -e "$out/swan/patch.json" ] || $FARSPAN extend "$model" --to "$TO" --method swan -o "$out/swan" \
-    "${splits[@]}" swan.facts=0.25 swan.short=0.25 swan.tokens=48000000 \
-    choose_windows=2 report_windows=2 passkeys=0 "$@"
-[ -e "$out/headlog/patch.json" ] || $FARSPAN extend "$out/swan" --to "$FIT" --method headlog \
-    -o "$out/headlog" "${splits[@]}" search.beyond=1.0 search.micro_batch=1 choose_windows=4 \
-    report_windows=2 passkeys=0
+extend() { # FOLDER MODEL OPTIONS…
+    [ -e "$out/$1/patch.json" ] && return
+    local start=$SECONDS
+    $FARSPAN extend "$2" -o "$out/$1" "${splits[@]}" report_windows=2 passkeys=0 "${@:3}"
+    echo "$1 took $((SECONDS - start)) s" | tee -a "$out/times.txt"
+}
 
-texts=(--text "$data/books_val.jsonl.xz" --text "$data/pg19_test_a.jsonl.xz"
-    --text "$out/rest.jsonl" --windows "$WINDOWS" --group 64k)
-[ -e "$out/64k.json" ] || $PYTHON "$here/conversion.py" "$out/headlog" "${texts[@]}" \
-    --longest "$TO" --shortest "$SHORTEST" --keys "$KEYS" --out "$out/64k.json"
-[ -e "$out/128k.json" ] || $PYTHON "$here/conversion.py" "$out/headlog" "${texts[@]}" \
-    --longest "$FAR" --shortest $((FAR / 16)) --keys $(((KEYS + 3) / 4)) --out "$out/128k.json"
-$FARSPAN eval "$out/headlog" --suite needle --tasks single,multi-key --lengths "$SHORTEST:$TO" \
-    --data "haystack=$data/pg19_test_a.jsonl.xz" --limit "$LIMIT" -o "$out/needles"
+judge() { # FILE OPTIONS…
+    [ -e "$out/$1" ] || $PYTHON "$here/conversion.py" "$out/headlog" --out "$out/$1" \
+        --text "$data/books_val.jsonl.xz" --text "$data/pg19_test_a.jsonl.xz" \
+        --text "$out/rest.jsonl" --windows "$WINDOWS" --group 64k "${@:2}"
+}
+
+ruler() { # FOLDER MODEL OPTIONS…
+    $FARSPAN eval "$2" --suite ruler --lengths "$SHORTEST:$TO" --limit "$SAMPLES" \
+        --data "haystack=$ESSAYS" -o "$out/$1" "${@:3}" > "$out/$1.txt" 2>&1
+}
+
+for step in $STEPS; do
+    case $step in
+        extend)
+            extend swan "$model" --to "$TO" --method swan swan.facts=0.25 swan.short=0.25 \
+                swan.tokens=48000000 choose_windows=2 "$@"
+            extend headlog "$out/swan" --to "$FIT" --method headlog search.beyond=1.0 \
+                search.micro_batch=1 search.quick=true search.passkeys=0 choose_windows=4
+            ;;
+        judge)
+            judge 64k.json --longest "$TO" --shortest "$SHORTEST" --keys "$KEYS"
+            judge 128k.json --longest "$FAR" --shortest $((FAR / 16)) --keys $(((KEYS + 3) / 4))
+            ;;
+        needles)
+            $FARSPAN eval "$out/headlog" --suite needle --tasks single,multi-key \
+                --lengths "$SHORTEST:$TO" --data "haystack=$data/pg19_test_a.jsonl.xz" \
+                --limit "$LIMIT" -o "$out/needles"
+            ;;
+        ruler) # processes that share the GPU
+            ruler ruler-swan "$out/headlog" &
+            ruler ruler-swan-chat "$out/headlog" --apply-chat-template &
+            ruler ruler-base "$model" &
+            ruler ruler-base-chat "$model" --apply-chat-template &
+            failed=0
+            for job in $(jobs -p); do wait "$job" || failed=$?; done
+            [ "$failed" = 0 ] || exit "$failed"
+            ;;
+        *) echo "unknown step $step" >&2 && exit 2 ;;
+    esac
+done

@@ -117,6 +117,7 @@ def test_the_defaults_of_extend_are_those_of_the_code():
         lr=plan.lr,
         warmup=plan.warmup,
         min_gain=plan.plateau.min_gain,
+        answers=plan.answers,
     )
     settings = [f"{key}={value}" for key, value in documented.items()]
     assert read_extend_config(None, settings) == replace(ExtendConfig(), search=search)

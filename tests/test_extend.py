@@ -563,9 +563,9 @@ def test_the_default_search_starts_from_the_model_as_trained(method, monkeypatch
     starts = []
     original = headscale_module.ScaledModel.__init__
 
-    def record(self, model, start, answers) -> None:
+    def record(self, model, start, *weights) -> None:
         starts.append(start)
-        original(self, model, start, answers)
+        original(self, model, start, *weights)
 
     monkeypatch.setattr(headscale_module.ScaledModel, "__init__", record)
     model = BY_NAME["farspan-none"].build()
@@ -622,6 +622,25 @@ def test_answers_count_beside_the_mean_of_all_tokens():
     assert weighted.item() == pytest.approx(expected.item(), abs=1e-12)
     without = mean_loss(model, ids, answers=0 * marks, answer_weight=0.7)
     assert without.item() == pytest.approx(losses.mean().item(), abs=1e-12)
+
+
+def test_the_tail_of_a_row_counts_more():
+    """The last quarter, by the weight that is set; answers beside it keep theirs."""
+    model = BY_NAME["farspan-none"].build().double()
+    ids = torch.randint(VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
+    marks = torch.zeros_like(ids)
+    marks[1, 5] = 1
+    losses, weights = token_losses(model, ids), torch.ones(23).double()
+    weights[-6:] = 3.0
+    expected = (losses * weights).sum() / (3 * weights.sum()) + 0.7 * losses[1, 4] / 3
+    weighted = mean_loss(model, ids, answers=marks, answer_weight=0.7, tail_weight=2.0)
+    assert weighted.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_answers_weigh_more_in_a_full_search_than_in_a_quick_one():
+    assert SearchConfig().resolve(True).answers == 0.3
+    assert SearchConfig(quick=True).resolve(True).answers == 0.125
+    assert SearchConfig(quick=True, answers=0.2).resolve(True).answers == 0.2
 
 
 def test_answers_count_alike_in_micro_batches_of_any_size():
@@ -715,22 +734,23 @@ def test_a_search_says_how_many_windows_have_passkeys(search, retrieves, share, 
     assert details_of(job)["passkeys"] == share
 
 
-def test_answers_of_passkeys_count_in_the_loss_of_a_search(monkeypatch):
+def test_answers_of_passkeys_and_the_tail_count_in_the_loss_of_a_search(monkeypatch):
     model = BY_NAME["farspan-none"].build()
     seen = []
 
     def mark_the_last_token(row, number):
         return row, torch.arange(len(row)) == len(row) - 1
 
-    def record(model, ids, *, answers, answer_weight):
-        seen.append((answers.sum(1).tolist(), answers[:, -1].tolist(), answer_weight))
+    def record(model, ids, *, answers, answer_weight, tail_weight):
+        weights = answer_weight, tail_weight
+        seen.append((answers.sum(1).tolist(), answers[:, -1].tolist(), *weights))
         return mean_loss(model, ids)
 
     monkeypatch.setattr(headscale_module, "recall_rows", lambda *_, **__: mark_the_last_token)
     monkeypatch.setattr(headscale_module, "mean_loss", record)
     job = replace(job_for(model), tokenizer=object())
-    headscale(model, job, replace(QUICK, passkeys=0.5, answers=0.7))
-    assert seen == [([1, 1], [1, 1], 1.4)] * 4, "of the half of the rows that has passkeys"
+    headscale(model, job, replace(QUICK, passkeys=0.5, answers=0.7, tail=1.5))
+    assert seen == [([1, 1], [1, 1], 1.4, 1.5)] * 4, "of the half of the rows that has passkeys"
 
 
 def test_all_processes_read_the_same_text(monkeypatch):

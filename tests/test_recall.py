@@ -294,6 +294,18 @@ def test_a_passkey_document_stands_in_front_of_the_text():
     assert max(lengths) > 500
 
 
+def test_passkey_documents_of_every_doubling_are_as_frequent():
+    """As many below the geometric mean of the shortest and the longest as above it."""
+    rows, text = PasskeyRows(CharacterTokenizer()), FILLER[:900]
+    ends = []
+    for seed in range(400):
+        _, marks = rows.row(text, np.random.default_rng(seed))
+        ends.append(int(marks.nonzero()[-1]) + 1)
+    middle = (min(ends) * max(ends)) ** 0.5
+    assert 0.42 < np.mean(np.array(ends) < middle) < 0.58
+    assert max(ends) > 850
+
+
 def test_a_row_without_room_for_a_passkey_stays():
     row, marks = PasskeyRows(CharacterTokenizer()).row(FILLER[:60], np.random.default_rng(0))
     assert torch.equal(row, FILLER[:60])

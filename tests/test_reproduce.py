@@ -21,7 +21,7 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.diagnosis.curves import Curves, measure_curves
 from farspan.errors import FarspanError
-from farspan.methods.headscale import SearchConfig
+from farspan.methods.headscale import FULL, SearchConfig
 from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -387,7 +387,7 @@ def test_best_scales_are_stored_and_drawn_by_position_in_train_lengths(finished_
 def test_settings_that_came_later_leave_the_keys_of_cells_alone():
     """Results of earlier versions are found again where a later setting has its default."""
     study = ReproduceStudy({"nope-twin": ("none",)})
-    later = {"max_steps", "min_gain", "quick", "passkeys", "answers"}
+    later = {"max_steps", "min_gain", "quick", "passkeys", "answers", "tail"}
     assert not later & _settings(study)["extension"]["search"].keys()
     search = replace(study.extension.search, min_gain=0.01)
     changed = replace(study, extension=replace(study.extension, search=search))
@@ -401,10 +401,11 @@ def test_cells_of_default_searches_depend_on_the_defaults(monkeypatch):
         assert _plateau_search(study, method) == {}, method
     for method in ("headscale", "yarn+headlog", "headlog:search.lr=[0.1]"):
         before = _plateau_search(study, method)
-        assert before["answers"] == study.extension.search.answers
         with monkeypatch.context() as changed:
             changed.setattr("farspan.methods.headscale.PASSKEYS", 0.125)
-            assert _plateau_search(study, method) == before | {"passkeys": 0.125}, method
+            changed.setattr("farspan.methods.headscale.FULL", FULL._replace(answers=0.7))
+            after = before | {"passkeys": 0.125, "answers": 0.7}
+            assert _plateau_search(study, method) == after, method
     texts = SimpleNamespace(
         study=study,
         hashes={},

@@ -184,7 +184,8 @@ class PasskeyRows:
         if len(row) < self._documents.shortest:
             return row, answers
         key = train_key(rng)
-        length = int(rng.integers(self._documents.shortest, len(row) + 1))
+        shortest, end = self._documents.shortest, len(row) + 1
+        length = int(shortest * (end / shortest) ** rng.random())  # each doubling as often
         document = [*self._documents.document(length, rng.random(), key), *self._end]
         answers[length - len(self._documents.answer(key)) : length] = True
         start = torch.tensor(document, dtype=row.dtype)[: len(row)]

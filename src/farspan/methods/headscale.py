@@ -54,11 +54,12 @@ class SearchDefaults(NamedTuple):
     lr: tuple[float, ...]
     warmup: int
     min_gain: float
+    answers: float
 
 
-PAPER = SearchDefaults(8, (0.1, 0.05), 20, 0.0)  # with a number of steps; no plateau ends it
-FULL = SearchDefaults(8, (0.1,), 4, 0.005)
-QUICK = SearchDefaults(2, (0.2,), 4, 0.02)
+PAPER = SearchDefaults(8, (0.1, 0.05), 20, 0.0, 0.3)  # with a number of steps; no plateau ends it
+FULL = SearchDefaults(8, (0.1,), 4, 0.005, 0.3)
+QUICK = SearchDefaults(2, (0.2,), 4, 0.02, 0.125)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class SearchConfig:
     repeats: float | None = None  # share of the windows with spans that stand twice
     spans: tuple[int, ...] = SPAN_SIZES  # tokens of such a span, at least and below
     passkeys: float | None = None  # share of the windows that begin with a passkey document
-    answers: float = 0.125  # weight of the mean loss of its answers
+    answers: float | None = None  # weight of the mean loss of its answers
+    tail: float = 0.0  # extra weight of the last quarter of a window, where the target lies
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
@@ -110,8 +112,9 @@ class SearchConfig:
                 f"search.repeats is {self.repeats:g} and search.passkeys {self.passkeys:g}; "
                 "choose shares of one whole: together at most 1"
             )
-        if self.answers < 0:
-            raise FarspanError(f"search.answers is {self.answers:g}; choose 0 or more")
+        for name in ("answers", "tail"):
+            if (weight := getattr(self, name)) is not None and weight < 0:
+                raise FarspanError(f"search.{name} is {weight:g}; choose 0 or more")
         if len(self.spans) != 2 or not 2 <= self.spans[0] < self.spans[1]:
             raise FarspanError(
                 f"search.spans is {list(self.spans)}; choose two lengths in tokens, the first 2 or "
@@ -149,6 +152,8 @@ class SearchConfig:
             default.warmup if self.warmup is None else self.warmup,
             repeats,
             passkeys,
+            default.answers if self.answers is None else self.answers,
+            self.tail,
             None
             if self.steps
             else PlateauRule(min_gain=default.min_gain if self.min_gain is None else self.min_gain),
@@ -166,6 +171,8 @@ class SearchPlan:
     warmup: int
     repeats: float
     passkeys: float
+    answers: float
+    tail: float
     plateau: PlateauRule | None
 
 
@@ -311,12 +318,15 @@ class ScaledModel(nn.Module):
 
     answers: the weight of the mean loss of a row's answers, which batches [2, B, T] mark, in the
         mean over rows.
+    tail: extra weight of the last quarter of a window.
     The model is not a submodule, so only the scales are distributed, reduced and saved.
     """
 
-    def __init__(self, model: PreTrainedModel, start: Scales, answers: float = 0.0):
+    def __init__(
+        self, model: PreTrainedModel, start: Scales, answers: float = 0.0, tail: float = 0.0
+    ):
         super().__init__()
-        self.answers = answers
+        self.answers, self.tail = answers, tail
         self.base = nn.Parameter(start.base.clone().to(model.device))
         self.shared = isinstance(start, RelativeScales)
         self.slope = None
@@ -335,7 +345,13 @@ class ScaledModel(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         ids, answers = batch if batch.dim() == 3 else (batch, None)
         with prefer_cudnn(), torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_bf16):
-            return mean_loss(self._model[0], ids, answers=answers, answer_weight=self.answers)
+            return mean_loss(
+                self._model[0],
+                ids,
+                answers=answers,
+                answer_weight=self.answers,
+                tail_weight=self.tail,
+            )
 
     def bf16_is_accurate(self, ids: Tensor) -> bool:
         """Whether bf16 products give the float32 gradient on these windows.
@@ -391,8 +407,8 @@ def optimize_scales(
     A job with a folder resumes from its last checkpoint.
     """
     # Of the rows with a passkey, of which there are so many in a batch on average.
-    answers = search.answers / plan.passkeys if plan.passkeys else 0.0
-    scaled = ScaledModel(model, start, answers)
+    answers = plan.answers / plan.passkeys if plan.passkeys else 0.0
+    scaled = ScaledModel(model, start, answers, plan.tail)
     scaled.project(search.constraint, job.search.shape[1])
     config = OptimizerConfig(
         "adamw",

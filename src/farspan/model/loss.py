@@ -85,18 +85,22 @@ def mean_loss(
     *,
     answers: Tensor | None = None,
     answer_weight: float = 0.0,
+    tail_weight: float = 0.0,
     budget: int = BUDGET,
 ) -> Tensor:
     """The mean of token_losses(model, ids), with a gradient to the hidden states, not to the head.
 
     answers: a mask [B, T] of tokens. The mean over rows of the mean loss of a row's answers, 0
         where a row has none, is added with `answer_weight`.
+    tail_weight: tokens of the last quarter of a row count 1 + tail_weight times.
     The gradient is computed together with the loss, so that at most `budget` logits exist at once.
 
     >>> mean_loss(model, ids).backward()  # to scales on the seam
     """
     output = decoder_output(model, ids)
     weights = torch.ones_like(ids[:, 1:], dtype=_loss_dtype(output.last_hidden_state))
+    weights[:, -(ids.shape[1] // 4) :] += tail_weight
+    weights /= weights.mean()
     if answers is not None:
         marks = answers[:, 1:].to(weights)
         by_row = marks.sum(1, keepdim=True).clamp(min=1.0)

@@ -252,7 +252,7 @@ def _plateau_search(study: ReproduceStudy, method: str) -> dict[str, Any]:
     search = method_config(study.extension, method).search
     if search.steps or not {"headscale", "headlog"} & {*method.partition(":")[0].split("+")}:
         return {}
-    return json.loads(json.dumps(asdict(search.resolve(True)))) | {"answers": search.answers}
+    return json.loads(json.dumps(asdict(search.resolve(True))))
 
 
 def _settings(study: ReproduceStudy) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
         del settings["same_tokens"]
     if study.benchmarks == StudyBenchmarks():
         del settings["benchmarks"]
-    for name in ("max_steps", "min_gain", "quick", "passkeys", "answers"):
+    for name in ("max_steps", "min_gain", "quick", "passkeys", "answers", "tail"):
         if getattr(study.extension.search, name) == getattr(SearchConfig, name):
             del settings["extension"]["search"][name]
     if not study.extension.search.micro_batch:  # it changes no result; its default was 8
