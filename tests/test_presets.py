@@ -32,7 +32,8 @@ from farspan.workflows.eval_estimate import EvalClock, pace_and_overhead
 from farspan.workflows.extend import extend
 from farspan.workflows.extend_estimate import Speed, extension_stages
 from farspan.workflows.timing import ForwardSpeed, measured_length
-from test_extend import FEW, QUICK, _no_figures, job_for, tiny  # noqa: F401
+from fit_jobs import QUICK, job_for
+from test_extend import FEW, _no_figures, tiny  # noqa: F401
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -276,3 +276,44 @@ def test_a_study_with_a_mixture_is_read_without_its_texts(tmp_path):
     with pytest.raises(FarspanError, match="small-mixture.toml and code_train.jsonl.xz do"):
         (tmp_path / "code_train.jsonl.xz").touch()
         read_study("extend-small", [f"folder={tmp_path}", "choose=code_train.jsonl.xz"])
+
+
+# Splits of a text.
+
+
+class CharacterTokenizer:
+    """Every character is a token."""
+
+    def __call__(self, texts, **_options):
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def test_splits_share_no_token():
+    lengths, limits = (
+        {"search": 9, "choose": 8, "report": 8},
+        {"search": 100, "choose": 2, "report": 3},
+    )
+    one = "".join(chr(1000 + number) for number in range(400))
+    splits = split_windows([Document("one", one)], CharacterTokenizer(), lengths, limits)
+    ids = [set(windows.ids.flatten().tolist()) for windows in splits.values()]
+    assert not ids[0] & ids[1] and not ids[0] & ids[2] and not ids[1] & ids[2]  # noqa: PT018
+    counts = {name: len(windows.ids) for name, windows in splits.items()}
+    assert counts == {"search": 40, "choose": 2, "report": 3}
+    many = [Document(str(number), one[number * 40 : number * 40 + 40]) for number in range(10)]
+    splits = split_windows(many, CharacterTokenizer(), lengths, limits)
+    used = [{entry["document"] for entry in windows.used} for windows in splits.values()]
+    assert not used[0] & used[1] and not used[0] & used[2] and not used[1] & used[2]  # noqa: PT018
+    with pytest.raises(FarspanError, match="windows that share none of them take at least 25"):
+        split_windows([Document("short", one[:20])], CharacterTokenizer(), lengths, limits)
+
+
+def test_splits_that_need_more_than_there_is_share_it_evenly():
+    names = ("search", "choose", "report")
+    lengths, limits = dict.fromkeys(names, 8), dict.fromkeys(names, 100)
+    document = Document("one", "".join(map(chr, range(1000, 1096))))
+    splits = split_windows([document], CharacterTokenizer(), lengths, limits)
+    assert [windows.ids.flatten()[[0, -1]].tolist() for windows in splits.values()] == [
+        [1000, 1031],
+        [1032, 1063],
+        [1064, 1095],
+    ]
