@@ -54,7 +54,7 @@ train() { # NAME SEED RUNS
 
 swan_peers='"none", "swan:swan.tokens=7536640",
     "yarn:tune=fair,tuning.steps=115,tuning.batch=8,tuning.micro_batch=2",
-    "drope:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64",
+    "drope:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.lr=0.001",
     "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512", "yarn"'
 nope='"none", "uniform", "headscale", "headlog", "piecewise", "logn",
     "headscale:search.constraint=false", "headscale:search.init=1"'

@@ -92,6 +92,21 @@ def test_tuning_has_the_documented_learning_rate_and_no_weight_decay(monkeypatch
     assert all(torch.equal(part, before[name]) for name, part in model.named_parameters())
 
 
+@pytest.mark.parametrize(("rate", "used"), [(0.0, 1e-3), (5e-4, 5e-4)])
+def test_drope_recalibrates_with_its_own_learning_rate(rate, used, monkeypatch):
+    """Ten times that of tuning, where nothing else is set."""
+    rates = []
+
+    def record(model, job, name, tuning) -> dict:
+        rates.append(tuning.lr)
+        return {}
+
+    monkeypatch.setattr("farspan.methods.drope.tune_weights", record)
+    model = BY_NAME["llama"].build()
+    drope(model, job_for(model), TuningConfig(lr=rate))
+    assert rates == [used]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_match_their_formulas(name):
     model = BY_NAME["farspan-none"].build()

@@ -31,7 +31,7 @@ class TuningConfig:
     steps: int = 0  # 0: the steps of `tune`, or 200; swan: from swan.tokens
     batch: int = 0  # windows; 0: 8; swan: 65,536 tokens
     micro_batch: int = 0  # windows; 0: 8; swan: 32,768 tokens
-    lr: float = 0.0  # 0: 1e-4; swan: 1e-3
+    lr: float = 0.0  # 0: 1e-4; swan and drope: 1e-3
     warmup: int = 20
     save_every: int = 100
     rank: int = 0  # train a change of this rank in every matrix of the layers; 0: all weights
