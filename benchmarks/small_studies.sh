@@ -8,8 +8,9 @@
 # finished models and cells are not repeated.
 #
 # STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants kept swan
-# sharpened peers train-again extend-again small-swan. extend-nope and extend-rope are the two halves of extend,
-# which writes the results of both. Calls with other steps and the same OUT can share a GPU.
+# sharpened peers train-again extend-again small-swan. extend-nope and extend-rope are the two halves
+# of extend, which writes the results of both. Calls with other steps and the same OUT can share a
+# GPU.
 # For a trial on a CPU: NOPE=nope-twin ROPE=rope-twin STEPS="extend swan" and
 # SETTINGS="report_windows=1 passkeys=1 extension.choose_windows=1 …".
 set -euo pipefail
@@ -86,8 +87,9 @@ for step in $STEPS; do
             "methods={$NOPE=[\"headscale:$kept\", \"headlog:$kept\"]}" ;;
         swan) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
-        sharpened) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
-            report_windows=120 "methods={$ROPE=[\"swan+headlog:search.answers=0.125\"]}" ;;
+        sharpened) study sharpened swan "$out/runs" "search=$out/books-passkeys.toml" \
+            "seeds=[0, 1, 2]" report_windows=120 \
+            "methods={$ROPE=[\"swan+headlog:search.answers=0.125\"]}" ;;
         peers) study peers swan "$out/runs" "search=$out/books-passkeys.toml" \
             report_windows=120 "methods={$ROPE=[${swan_peers//$'\n'/}]}" ;;
         train-again) train "$NOPE" 1 "$out/runs-1" ;;

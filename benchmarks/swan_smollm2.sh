@@ -4,12 +4,14 @@
 #     benchmarks/swan_smollm2.sh SmolLM2-135M-Instruct.Q4_1.gguf path/to/data OUT [swan.tokens=…]
 #
 # path/to/data has the corpora of docs/corpora.md. Rerun to resume: a finished step is not repeated.
-# Settings after OUT go to `farspan extend --method swan`. STEPS chooses steps:
+# Settings after OUT go to `farspan extend --method swan`. STEPS chooses steps, by default the first
+# three:
 #
 # extend  OUT/swan and OUT/headlog, the conversion. OUT/times.txt has the seconds.
 # judge   OUT/64k.json and OUT/128k.json, lines for docs/records/swan-smollm2.jsonl.
-# needles OUT/needles
-# ruler   OUT/ruler-*: base and conversion, as completion and as chat; ESSAYS is the haystack.
+# needles OUT/needles: one needle, and one of four
+# ruler   OUT/ruler-*: base and conversion, as completion and as chat; needs the haystack ESSAYS, a
+#         JSON Lines file of Paul Graham's essays. OUT/ruler-*.txt is what each of them prints.
 #
 # For a trial of the script on a CPU: rope-twin as the model, TO=1024 FAR=2048 SHORTEST=256
 # WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000, STEPS="extend judge needles" and swan.tokens=16384.
@@ -20,7 +22,7 @@ TO=${TO:-65536} FAR=${FAR:-131072} SHORTEST=${SHORTEST:-1024}
 FIT=${FIT:-$FAR} # the length that scales are fitted on
 WINDOWS=${WINDOWS:-27} KEYS=${KEYS:-20} LIMIT=${LIMIT:-50} SAMPLES=${SAMPLES:-20}
 BOOK=${BOOK:-330000} # characters of a book that has FAR tokens
-STEPS=${STEPS:-extend judge needles ruler} ESSAYS=${ESSAYS:-$data/essays.jsonl}
+STEPS=${STEPS:-extend judge needles}
 FARSPAN=${FARSPAN:-farspan} PYTHON=${PYTHON:-python}
 here=$(dirname "$0")
 mkdir -p "$out"
@@ -64,9 +66,11 @@ judge() { # FILE OPTIONS…
         --text "$out/rest.jsonl" --windows "$WINDOWS" --group 64k "${@:2}"
 }
 
-ruler() { # FOLDER MODEL OPTIONS…
+ruler() { # NAME MODEL OPTIONS…
+    local folder=$out/ruler-$1
     $FARSPAN eval "$2" --suite ruler --lengths "$SHORTEST:$TO" --limit "$SAMPLES" \
-        --data "haystack=$ESSAYS" -o "$out/$1" "${@:3}" > "$out/$1.txt" 2>&1
+        --data "haystack=${ESSAYS:?the file of the essays}" -o "$folder" "${@:3}" \
+        > "$folder.txt" 2>&1 || { echo "RULER failed, see $folder.txt" >&2 && return 1; }
 }
 
 for step in $STEPS; do
@@ -87,12 +91,12 @@ for step in $STEPS; do
                 --limit "$LIMIT" -o "$out/needles"
             ;;
         ruler) # processes that share the GPU
-            ruler ruler-swan "$out/headlog" &
-            ruler ruler-swan-chat "$out/headlog" --apply-chat-template &
-            ruler ruler-base "$model" &
-            ruler ruler-base-chat "$model" --apply-chat-template &
-            failed=0
-            for job in $(jobs -p); do wait "$job" || failed=$?; done
+            pids=() failed=0
+            ruler swan "$out/headlog" & pids+=($!)
+            ruler swan-chat "$out/headlog" --apply-chat-template & pids+=($!)
+            ruler base "$model" & pids+=($!)
+            ruler base-chat "$model" --apply-chat-template & pids+=($!)
+            for pid in "${pids[@]}"; do wait "$pid" || failed=$?; done
             [ "$failed" = 0 ] || exit "$failed"
             ;;
         *) echo "unknown step $step" >&2 && exit 2 ;;

@@ -38,7 +38,7 @@ from farspan.train.metadata import write_training_metadata
 from farspan.workflows import reproduce as reproduce_workflow
 from farspan.workflows.reproduce import (
     _describe,
-    _plateau_search,
+    _search_defaults,
     _settings,
     reproduce,
     summarize,
@@ -398,14 +398,17 @@ def test_cells_of_default_searches_depend_on_the_defaults(monkeypatch):
     """They change between versions; what Wang 2024 and other methods set does not."""
     study = ReproduceStudy({"nope-twin": ("none",)})
     for method in ("none", "yarn", "swan", "headscale:search.steps=200"):
-        assert _plateau_search(study, method) == {}, method
+        assert _search_defaults(study, method) == {}, method
+    kept = _search_defaults(study, "headscale:search.steps=9,search.passkeys=0.25")
+    assert (kept["answers"], kept["passkey_lengths"]) == (0.3, "log-uniform")
+    assert "passkey_lengths" not in _search_defaults(study, "headlog:search.passkeys=0")
     for method in ("headscale", "yarn+headlog", "headlog:search.lr=[0.1]"):
-        before = _plateau_search(study, method)
+        before = _search_defaults(study, method)
         with monkeypatch.context() as changed:
             changed.setattr("farspan.methods.headscale.PASSKEYS", 0.125)
             changed.setattr("farspan.methods.headscale.FULL", FULL._replace(answers=0.7))
             after = before | {"passkeys": 0.125, "answers": 0.7}
-            assert _plateau_search(study, method) == after, method
+            assert _search_defaults(study, method) == after, method
     texts = SimpleNamespace(
         study=study,
         hashes={},
@@ -416,7 +419,7 @@ def test_cells_of_default_searches_depend_on_the_defaults(monkeypatch):
     cells = [StudyCell("nope-twin", method, 2, 0) for method in ("yarn", "headlog")]
     rotary, searched = (_describe(texts, cell, Path("nope-twin")) for cell in cells)
     assert "search" not in rotary
-    assert searched["search"] == _plateau_search(study, "headlog")
+    assert searched["search"] == _search_defaults(study, "headlog")
 
 
 def test_changed_settings_are_measured_again(tiny, finished):

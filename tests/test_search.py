@@ -598,9 +598,11 @@ def test_a_search_says_how_many_windows_have_passkeys(search, retrieves, share, 
         headscale_module, "recall_rows", lambda seed, **options: asked.append(options)
     )
     monkeypatch.setattr(headscale_module, "retrieves_passkeys", lambda *_: retrieves)
-    headscale(model, job, replace(search, max_steps=2))
+    headscale(model, job, replace(search, max_steps=2, tail=0.5))
     assert [options["passkeys"] for options in asked] == [share]
-    assert details_of(job)["passkeys"] == share
+    weight = 0.125 if share else 0.0
+    described = [details_of(job)[name] for name in ("passkeys", "answers", "tail")]
+    assert described == [share, weight, 0.5]
 
 
 def test_answers_of_passkeys_and_the_tail_count_in_the_loss_of_a_search(monkeypatch):

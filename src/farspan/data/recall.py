@@ -170,7 +170,10 @@ class FactRows:
 
 
 class PasskeyRows:
-    """Puts a passkey document of any length in front of rows of text. No key is ever scored."""
+    """Puts a passkey document in front of rows of text, as long as it or shorter.
+
+    No key is ever scored.
+    """
 
     def __init__(self, tokenizer: Any):
         self._documents = PasskeyDocuments(tokenizer)
@@ -184,8 +187,8 @@ class PasskeyRows:
         if len(row) < self._documents.shortest:
             return row, answers
         key = train_key(rng)
-        shortest, end = self._documents.shortest, len(row) + 1
-        length = int(shortest * (end / shortest) ** rng.random())  # each doubling as often
+        shortest, longest = self._documents.shortest, len(row)
+        length = round(shortest * (longest / shortest) ** rng.random())  # each doubling as often
         document = [*self._documents.document(length, rng.random(), key), *self._end]
         answers[length - len(self._documents.answer(key)) : length] = True
         start = torch.tensor(document, dtype=row.dtype)[: len(row)]

@@ -81,7 +81,7 @@ class SearchConfig:
     spans: tuple[int, ...] = SPAN_SIZES  # tokens of such a span, at least and below
     passkeys: float | None = None  # share of the windows that begin with a passkey document
     answers: float | None = None  # weight of the mean loss of its answers
-    tail: float = 0.0  # extra weight of the last quarter of a window, where the target lies
+    tail: float = 0.0  # extra weight of the last quarter of a window
     shared: bool = False  # headlog: one growth for all heads, as Llama 4 and Ministral 3 have it
     save_every: int = 50
 
@@ -478,6 +478,8 @@ def _describe(method: str, lr: float, plan: SearchPlan, result: TrainResult) -> 
         "batch": plan.batch,
         "repeats": plan.repeats,
         "passkeys": plan.passkeys,
+        "answers": plan.answers if plan.passkeys else 0.0,
+        "tail": plan.tail,
         "end": end,
         "choose_losses": [round(loss, 5) for loss in result.validations],
     }

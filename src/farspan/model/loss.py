@@ -92,7 +92,7 @@ def mean_loss(
 
     answers: a mask [B, T] of tokens. The mean over rows of the mean loss of a row's answers, 0
         where a row has none, is added with `answer_weight`.
-    tail_weight: tokens of the last quarter of a row count 1 + tail_weight times.
+    tail_weight: in the mean, tokens of the last quarter of a row count 1 + tail_weight times.
     The gradient is computed together with the loss, so that at most `budget` logits exist at once.
 
     >>> mean_loss(model, ids).backward()  # to scales on the seam

@@ -240,19 +240,27 @@ def _describe(texts: StudyTexts, cell: AnyCell, folder: Path) -> dict[str, Any]:
     shared = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
     if texts.benchmark_sources and isinstance(cell, StudyCell):
         shared["benchmarks"] = texts.benchmark_sources
-    if isinstance(cell, StudyCell) and (plan := _plateau_search(texts.study, cell.method)):
+    if isinstance(cell, StudyCell) and (plan := _search_defaults(texts.study, cell.method)):
         shared["search"] = plan
     if begin := texts.begin_of_text(folder):  # else the key is that of earlier versions
         shared["begin of text"] = list(begin)
     return {**asdict(cell), **shared, "weights": texts.weight_hashes(folder)}
 
 
-def _plateau_search(study: ReproduceStudy, method: str) -> dict[str, Any]:
-    """What is not set of a search that ends at a plateau: its defaults changed between versions."""
+def _search_defaults(study: ReproduceStudy, method: str) -> dict[str, Any]:
+    """What a search has that is not set: its defaults changed between versions.
+
+    A number of steps without passkeys is the search of Wang 2024, which does not change.
+    """
     search = method_config(study.extension, method).search
-    if search.steps or not {"headscale", "headlog"} & {*method.partition(":")[0].split("+")}:
+    if not {"headscale", "headlog"} & {*method.partition(":")[0].split("+")}:
         return {}
-    return json.loads(json.dumps(asdict(search.resolve(True))))
+    plan = json.loads(json.dumps(asdict(search.resolve(True))))
+    if plan["passkeys"]:
+        plan["passkey_lengths"] = "log-uniform"
+    elif search.steps:
+        return {}
+    return plan
 
 
 def _settings(study: ReproduceStudy) -> dict[str, Any]:
