@@ -50,6 +50,7 @@ def page(tmp_path_factory) -> Path:
     return report([folder / name for name in records], folder / "report.html")
 
 
+@pytest.mark.long
 def test_charts_are_drawn_at_every_width_and_color_scheme(page):
     colors = {}
     with Browser(chromium()) as browser:

@@ -567,6 +567,7 @@ def test_answers_pull_the_gradient_of_scales():
     assert scaled.base.grad[place].item() == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.long
 def test_passkeys_count_as_retrieved_if_they_are_more_likely_than_not():
     from farspan.loading import load_with_tokenizer
     from farspan.model import FarspanForCausalLM
