@@ -695,6 +695,7 @@ def test_patch_without_scales_accepts_uniform_scales(model_folder, tmp_path):
     assert low.curves.entropy[-1] > high.curves.entropy[-1]
 
 
+@pytest.mark.long
 def test_compares_models_patches_and_scales(model_folder, tmp_path, monkeypatch):
     model = farspan.load(model_folder).model
     scales = Scales(tuple(range(4)), 1 + torch.rand(4, 4))

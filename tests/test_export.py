@@ -604,6 +604,7 @@ def test_generate_ignores_the_generation_config_of_the_checkpoint(tmp_path):
     assert "".join(farspan.generate(tmp_path / "model", PROMPT, max_new_tokens=16)) == expected
 
 
+@pytest.mark.long
 def test_sampling_depends_only_on_its_seed():
     first, second, other = (
         "".join(farspan.generate("rope-twin", PROMPT, max_new_tokens=8, temperature=1.0, seed=seed))

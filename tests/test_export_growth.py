@@ -207,6 +207,7 @@ def test_stock_configs_hold_the_growth(exported):
     assert config["sliding_window"] is None
 
 
+@pytest.mark.long
 def test_model_card_and_inspect_say_where_the_growth_is(exported):
     _, llama4 = exported("llama4:farspan-none")
     card = (llama4 / "README.md").read_text()

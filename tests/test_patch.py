@@ -263,6 +263,7 @@ def test_refused_rope_parameters_leave_the_model_unchanged():
         assert torch.equal(model(tokens(), use_cache=False).logits, before)
 
 
+@pytest.mark.long
 def test_patched_model_loads_in_any_dtype(tmp_path):
     model, tokenizer = farspan.load("rope-twin")
     model.save_pretrained(tmp_path / "base")

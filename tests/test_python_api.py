@@ -215,6 +215,7 @@ def test_a_model_object_is_used_under_its_name_and_stays_as_it_is(model):
         farspan.evaluate(model, "perplexity", "unused")
 
 
+@pytest.mark.long
 def test_functions_take_model_objects(tiny, tmp_path):  # noqa: F811
     loaded = farspan.load(tiny / "none")
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}

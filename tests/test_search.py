@@ -301,6 +301,7 @@ def test_a_search_cools_down_and_ends_when_the_choose_split_gains_nothing(
     )
 
 
+@pytest.mark.long
 def test_the_least_gain_of_a_plateau_is_a_setting(monkeypatch):
     losses = iter([3.0, 2.0, 1.999, 1.998, 1.9975, 1.9971])
     monkeypatch.setattr(headscale_module.ScaledModel, "validation_loss", lambda *_: next(losses))

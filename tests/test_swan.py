@@ -881,6 +881,7 @@ def test_a_low_rank_change_starts_as_lora_does():
     assert torch.allclose(change(weight), expected)
 
 
+@pytest.mark.long
 def test_a_low_rank_change_lowers_the_kl():
     model = build("llama")
     job = job_for(model)

@@ -109,6 +109,7 @@ def test_the_page_counts_and_explains():
     assert "| d | needs x |" in lines
 
 
+@pytest.mark.long
 def test_the_page_is_that_of_every_installed_family():
     text = PAGE.read_text()
     counted = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", text, re.MULTILINE))

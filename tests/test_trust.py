@@ -155,6 +155,7 @@ def test_ctrl_c_is_no_traceback_of_any_command(place, capsys, monkeypatch):
     assert error in ("", "error stopped by Ctrl-C; rerun the same command\n")
 
 
+@pytest.mark.long
 def test_every_loader_of_transformers_is_given_trust_remote_code():
     """Without a value, transformers asks on standard input."""
     calls = [
