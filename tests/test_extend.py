@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -434,6 +435,23 @@ def test_refuses_a_folder_with_another_unfinished_search(tiny, tmp_path):
     shutil.rmtree(work / "headscale")  # a search without a checkpoint is overwritten
     extend(tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW)
     assert not work.exists()
+
+
+def test_a_search_of_other_defaults_is_another_search(monkeypatch):
+    """Defaults change between versions; where a setting is given, they do not matter."""
+    job = job_for(BY_NAME["farspan-none"].build())
+
+    def claim(search: SearchConfig) -> str:
+        run = SimpleNamespace(config=replace(FEW, search=search), method="headlog", start=None)
+        return extend_workflow._search_claim(job, run)
+
+    default, given = SearchConfig(), SearchConfig(answers=0.2)
+    before = [claim(default), claim(given)]
+    full = headscale_module.FULL
+    monkeypatch.setattr(headscale_module, "FULL", full._replace(answers=2 * full.answers))
+    assert claim(default) != before[0]
+    assert claim(given) == before[1]
+    assert claim(replace(given, micro_batch=4)) == before[1], "micro batches change no result"
 
 
 @pytest.mark.long

@@ -240,7 +240,8 @@ def _search_claim(job: FitJob, run: ExtendRun) -> str:
     text = hashlib.sha256(job.search.numpy().tobytes() + job.choose.numpy().tobytes()).hexdigest()
     lengths = f"{method} to {job.target} from {job.train_length}"
     patch = "" if run.start is None else f", patch {run.start.fingerprint}"
-    return f"# {lengths}, weights {job.model}{patch}, text {text}\n{recipe}"
+    defaults = search.resolve(job.has_nope)  # of this version, for what the recipe leaves open
+    return f"# {lengths}, weights {job.model}{patch}, text {text}\n# {defaults}\n{recipe}"
 
 
 def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
