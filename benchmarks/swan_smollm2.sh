@@ -14,7 +14,7 @@
 #         JSON Lines file of Paul Graham's essays. OUT/ruler-*.txt is what each of them prints.
 #
 # For a trial of the script on a CPU: rope-twin as the model, TO=1024 FAR=2048 SHORTEST=256
-# WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000, STEPS="extend judge needles" and swan.tokens=16384.
+# WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000 and swan.tokens=16384.
 set -euo pipefail
 model=$1 data=$2 out=$3
 shift 3
