@@ -17,6 +17,8 @@ from draw_figures import DOCS, lab_entries, records
 from heldout import marks, scores
 
 from farspan.diagnosis.curves import mean_before
+from farspan.evals.needle import task_scores
+from farspan.evals.scores import Score
 from farspan.files import write_text
 from farspan.lab.ranking import Table, accuracy_table, rank_table
 from farspan.report.elements import short_length
@@ -168,6 +170,42 @@ def global_layers(source: str) -> Table:
     names = [*map(short_length, by_length(lines[0]["loss_of_last_512_tokens"]))]
     header = ["global layers", "periods to", "scales", *names, f"repeated {'/'.join(names)}"]
     return [*header, f"passkeys {'/'.join(names[:2])}"], rows
+
+
+def ruler(source: str) -> Table:
+    """RULER's average at every length that all tasks have, with its 95% interval."""
+    rows = []
+    for line in select(source):
+        means = [score for score in ruler_scores(line) if score.tags["task"] == "average"]
+        columns = {x.length: f"{x.value:.1f} ({x.low:.0f}–{x.high:.0f})" for x in means}
+        rows.append((line["label"], "", columns))
+    return lengths_table(["average of 11 tasks"], rows)
+
+
+def ruler_tasks(source: str) -> Table:
+    """The score of every task by length: those of the lines, in their order, with slashes."""
+    lines = [
+        {(score.tags["task"], score.length): f"{score.value:.0f}" for score in ruler_scores(line)}
+        for line in select(source)
+    ]
+    tasks = [task for task in dict.fromkeys(task for task, _ in lines[-1]) if task != "average"]
+    lengths = sorted({length for line in lines for _, length in line})
+    rows = [
+        (f"`{t}`", "", {x: " / ".join(line.get((t, x), "–") for line in lines) for x in lengths})
+        for t in tasks
+    ]
+    return lengths_table(["task"], rows)
+
+
+def ruler_scores(line: Record) -> list[Score]:
+    """The scores of a run of RULER from those of its samples."""
+    samples = [
+        {"task": task, "length": length, "score": score, "haystack": ""}
+        for task, lengths in line["scores"].items()
+        for length, scores in by_length(lengths).items()
+        for score in scores
+    ]
+    return task_scores("ruler", "string_match", samples, 100)
 
 
 def slashes(values: Iterable[float]) -> str:
@@ -370,6 +408,8 @@ TABLES = {
         losses,
         passkeys,
         needles,
+        ruler,
+        ruler_tasks,
         global_layers,
         rotation_variants,
         twin_layers,

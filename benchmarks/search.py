@@ -12,11 +12,12 @@ transformers' Llama on SDPA with gradient checkpointing, scales as parameters th
 output of each q_proj, and the loss from labels. Both alternate in one process; times are medians
 between synchronizations. The gradient is compared with float32 at a shorter length.
 
-With --model, two searches run from start to end: the 200 steps of Wang 2024, with one learning
-rate, and the default, which ends at a plateau. Their scales are compared by the loss on windows
-that neither has read. Random weights have no scale to find. So the second ratio, for windows of
---length tokens at the 1.1B shape, has the counts of these searches, and the times of one window
-there, forward alone and with its gradient.
+With --model, searches run from start to end: the 200 steps of Wang 2024, with one learning rate,
+the default, which ends at a plateau, and one for each --settings (steps=50,warmup=5). Their scales
+are compared with those of the 200 steps by the loss on windows that none has read. Random weights
+have no scale to find. So the second ratio, for windows of --length tokens at the 1.1B shape, has
+the counts of these searches, and the times of one window there, forward alone and with its
+gradient.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from farspan.methods.job import FitJob, scaled_loss
 from farspan.methods.registry import make_fit_job
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers
+from farspan.recipe import apply_overrides
 from farspan.train.search_text import split_text
 
 MAX_DIFFERENCE = 0.005  # nats of the scales of two searches that count as equal
@@ -211,8 +213,11 @@ def compare_searches(options: argparse.Namespace, device: str) -> dict[str, Sear
     job = make_fit_job(model, layers, options.to, length, *texts, tokenizer=tokenizer)
     warmup = SearchConfig(steps=2, lr=(0.1,), init=1.0)  # compiles kernels
     timed_search(model, replace(job, details={}), warmup, options.method)
+    configs = {f"{options.steps} steps": reference, "default": SearchConfig()}
+    for text in options.settings:
+        configs[text] = apply_overrides(SearchConfig(), text.split(","))
     results = {}
-    for name, config in ((f"{options.steps} steps", reference), ("default", SearchConfig())):
+    for name, config in configs.items():
         search = timed_search(model, replace(job, details={}), config, options.method)
         search.loss = scaled_loss(model, splits["report"].ids, search.scales)
         results[name] = search
@@ -260,37 +265,31 @@ def window_times(shape: dict, length: int, target: int, rounds: int, device: str
 
 def report_searches(options: argparse.Namespace, shape: dict, device: str) -> dict:
     searches = compare_searches(options, device)
-    print("            steps  windows   seconds      loss")
+    window = options.length, round(options.length / 1.125)
+    times = window_times(shape, *window, options.rounds, device)
+    first, *_ = searches.values()
+    print("| search | steps | windows | s | loss | difference | of its time | at the 1.1B shape |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = {}
     for name, search in searches.items():
-        windows = search.gradients + search.forwards
+        rows[name] = {key: value for key, value in vars(search).items() if key != "scales"}
+        rows[name] |= {
+            "difference": search.loss - first.loss,
+            "within": search.loss - first.loss <= MAX_DIFFERENCE,
+            "ratio": search.seconds / first.seconds,
+            "ratio_of_shape": search.cost(*times) / first.cost(*times),
+        }
         print(
-            f"{name:>10} {search.steps:>6} {windows:>8} {search.seconds:>9.1f} {search.loss:>9.4f}"
+            f"| {name} | {search.steps} | {search.gradients + search.forwards} | "
+            f"{search.seconds:.1f} | {search.loss:.4f} | {rows[name]['difference']:+.4f} | "
+            f"{rows[name]['ratio']:.2f} | {rows[name]['ratio_of_shape']:.2f} |"
         )
-    reference, default = searches.values()
-    difference = default.loss - reference.loss
-    reached = difference <= MAX_DIFFERENCE
-    ratio = default.seconds / reference.seconds
-    times = window_times(
-        shape, options.length, round(options.length / 1.125), options.rounds, device
-    )
-    shape_ratio = default.cost(*times) / reference.cost(*times)
-    print(
-        f"the default search ends {difference:+.4f} nats from the other, "
-        f"{'within' if reached else 'NOT within'} {MAX_DIFFERENCE}, in {ratio:.2f} of its time"
-    )
-    print(
-        f"with the same counts on windows of {options.length:,} tokens at "
-        f"{shape['hidden_size']} x {shape['num_hidden_layers']}: {shape_ratio:.2f}"
-    )
     return {
-        "searches": {
-            name: {key: value for key, value in vars(search).items() if key != "scales"}
-            for name, search in searches.items()
-        },
-        "difference": difference,
-        "within": reached,
-        "ratio": ratio,
-        "ratio_of_shape": shape_ratio,
+        "torch": torch.__version__,
+        "method": options.method,
+        "target": options.to,
+        "windows_of_shape": list(window),
+        "searches": rows,
     }
 
 
@@ -307,6 +306,9 @@ def main() -> None:
     parser.add_argument("--data", default="python-docs/search", help="with --model: their text")
     parser.add_argument("--method", choices=("headscale", "headlog"), default="headscale")
     parser.add_argument("--steps", type=int, default=200, help="of the search to compare with")
+    parser.add_argument(
+        "--settings", action="append", default=[], help="of one more search: steps=50,warmup=5"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -112,6 +112,24 @@ def test_variants_of_a_line_are_rows_by_name(tables, monkeypatch):
     assert tables.passkeys("runs")[1] == [["mine", "10", "100%"], ["mine, slope 0.1", "10", "50%"]]
 
 
+def test_scores_of_ruler_are_averaged_where_all_tasks_are(tables, monkeypatch):
+    """A mean of tasks, with bounds from the Wilson intervals 0.095 to 0.905 and 0.342 to 1."""
+    scores = {"vt": {"8": [0.0, 1.0]}, "cwe": {"8": [1.0, 1.0], "16": [0.25, 0.25]}}
+    lines = [{"label": "base", "scores": {"vt": {"8": [1.0]}, "cwe": {"8": [0.0]}}}]
+    lines += [{"label": "mine", "scores": scores}]
+    monkeypatch.setattr(tables, "records", lambda _: lines)
+    header, (_, row) = tables.ruler("runs")
+    assert header == ["average of 11 tasks", "8"]
+    assert row[0] == "mine"
+    assert row[1].startswith("75.0 (")
+    low, high = map(float, row[1][6:-1].split("–"))
+    assert 9 < low < 75 < high < 100
+    assert tables.ruler_tasks("runs") == (
+        ["task", "8", "16"],
+        [["`vt`", "100 / 50", "– / –"], ["`cwe`", "0 / 100", "– / 25"]],
+    )
+
+
 def test_losses_of_a_study_are_bold_at_the_target_with_passkeys_beside_the_first_text(
     tables, monkeypatch
 ):

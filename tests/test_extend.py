@@ -830,18 +830,23 @@ def test_the_benchmark_compares_whole_searches(tiny, tmp_path, monkeypatch, caps
     script = Path(__file__).parent.parent / "benchmarks" / "search.py"
     options = ["--to", "128", "--data", str(tiny / "text.txt"), "--steps", "12"]
     options += ["--small", "--length", "64", "--rounds", "1", "--json", str(tmp_path / "out.json")]
+    options += ["--settings", "steps=6,warmup=1,lr=[0.1]"]
     monkeypatch.setattr(sys, "argv", [str(script), "--model", str(tiny / "none"), *options])
     monkeypatch.syspath_prepend(script.parent)
     runpy.run_path(str(script), run_name="__main__")
     results = json.loads((tmp_path / "out.json").read_text())
-    reference, default = results["searches"].values()
+    reference, default, short = results["searches"].values()
     assert (reference["steps"], reference["gradients"]) == (12, 12 * 8)
+    assert (short["steps"], short["gradients"]) == (6, 6 * 8)
     assert default["gradients"] == 8 * default["steps"]
     assert reference["forwards"] > default["forwards"] > 0
-    assert results["ratio"] == default["seconds"] / reference["seconds"]
-    assert results["difference"] == pytest.approx(default["loss"] - reference["loss"])
-    assert results["within"] == (results["difference"] <= 0.005)
-    assert f"in {results['ratio']:.2f} of its time" in capsys.readouterr().out
+    assert (reference["ratio"], reference["difference"], reference["within"]) == (1, 0, True)
+    for search in (default, short):
+        assert search["ratio"] == search["seconds"] / reference["seconds"]
+        assert search["difference"] == pytest.approx(search["loss"] - reference["loss"])
+        assert search["within"] == (search["difference"] <= 0.005)
+    rows = capsys.readouterr().out.splitlines()
+    assert f"| {short['difference']:+.4f} | {short['ratio']:.2f} |" in rows[-1]
 
 
 @pytest.mark.long
