@@ -12,6 +12,10 @@ COPIES = {
     "changelog.md": "CHANGELOG.md",
 }
 NOTEBOOK = "tutorial.ipynb"
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
 
 
 def on_files(files, config):
@@ -27,18 +31,28 @@ def _inside_docs(text: str) -> str:
     """Links of a page above docs/ as those of a page in it."""
     for name, source in COPIES.items():
         text = text.replace(f"]({source})", f"]({name})")
-    return re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text)
+    return re.sub(r"\]\(docs/", "](", PICTURE.sub(_by_scheme, text))
+
+
+def _by_scheme(picture: re.Match[str]) -> str:
+    """Two pictures of which the theme shows one: `<picture>` would not follow its switch."""
+    dark, alt, light = picture.groups()
+    return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
 
 
 def on_page_markdown(markdown, page, **_):
-    """Links to copies lead to them. Links to files that the site does not have become text."""
+    """Links to copies lead to them. Links to files that the site does not have become text.
+
+    A number and its bound stay on one line.
+    """
     if page.file.src_uri == "tutorial.md":
         link = f'<a href="{NOTEBOOK}" download>This page as a notebook</a>'
         markdown = markdown.replace("\n\n", f"\n\n{link}\n\n", 1)
     for name, source in COPIES.items():
         markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./{source}", rf"](\1{name}", markdown)
     outside = r"(?:(?:\.\./)+(?:src|tests|benchmarks)/[^)]*|CITATION\.cff)"
-    return re.sub(rf"\[([^\]]+)\]\({outside}\)", r"\1", markdown)
+    markdown = re.sub(rf"\[([^\]]+)\]\({outside}\)", r"\1", markdown)
+    return re.sub(r"(\d) ± (\d)", "\\1\u00a0±\u00a0\\2", markdown)
 
 
 def on_post_build(config):

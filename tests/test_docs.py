@@ -142,6 +142,21 @@ def test_links_of_the_site_stay_in_it(hooks):
             assert str(path) in hooks.COPIES or (DOCS / path).exists(), (source, link)
 
 
+def test_the_home_page_has_a_picture_for_each_color_scheme_of_the_theme(hooks):
+    page = hooks._inside_docs((DOCS.parent / "README.md").read_text())
+    for scheme in ("light", "dark"):
+        assert re.search(
+            rf"^!\[Loss and .+\]\(figures/hero-{scheme}.svg#only-{scheme}\)$", page, re.M
+        )
+    assert "<picture>" not in page
+    assert "docs/figures" not in page
+
+
+def test_a_number_and_its_bound_stay_on_one_line_of_the_site(hooks):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="results.md"))
+    assert hooks.on_page_markdown("+0.1 ± 0.2 nats", page) == "+0.1\u00a0±\u00a00.2 nats"
+
+
 @pytest.fixture(scope="module")
 def notebook(hooks):
     """The tutorial as the notebook of the site."""

@@ -180,6 +180,21 @@ def test_curves_match_the_records(runs, written):
     assert np.allclose(growth["data"][0]["z"][1][0], heads[0][-1] - at_train_length)
 
 
+def test_heads_of_several_models_share_their_colors():
+    """The same value has the same color beside a model whose heads grow more."""
+    record = {"models": []}
+    for name, growth in (("calm", 1.0), ("wild", -4.0)):
+        model = {"model": name, "verdict": "", "train_length": 64, "positions": [64, 128]}
+        curves = {"loss": [3.0, 3.0], "entropy": None, "loss_knee": None}
+        record["models"] += [{**model, **curves, "entropy_by_head": {"0": [[2.0, 2.0 + growth]]}}]
+    run = SimpleNamespace(name="run", record=record)
+    charts = titled("".join(page._diagnoses([run])), "entropy of heads at the end")
+    assert [chart["data"][0]["z"] for chart in charts] == [[[1.0]], [[-4.0]]]
+    assert [(chart["data"][0]["zmin"], chart["data"][0]["zmax"]) for chart in charts] == [
+        (-4, 4)
+    ] * 2
+
+
 def test_patch_shows_loss_and_scales(runs, written):
     record = json.loads((runs / "patch" / "record.json").read_text())
     (curves,) = titled(written, "patch: loss by position, logn")

@@ -63,7 +63,7 @@ def test_a_table_has_what_is_asked_and_answered():
     assert columns["expected"] == ["7", "8", "22", "9"]
     assert columns["answer"][0] == " 7"
     assert columns["answer"][1] == "x" * LONGEST_TEXT + "…"
-    assert columns["around"][2] == "…The pass key is 22. Remember it.…"
+    assert columns["around"][2] == "… The pass key is 22. Remember it. …"
 
 
 def test_each_run_has_a_table_and_old_samples_are_shown():

@@ -89,3 +89,18 @@ def test_a_card_escapes_names_and_says_what_was_not_measured():
     assert "unknown" in text
     assert "not measured; farspan eval measures it" in text
     assert summary_cards([("run", {"command": "pretrain"})]) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "width"),
+    [
+        ((10.0, 10.0, 10.0), "right", "100.0%"),
+        ((10.0, 10.0, 99.0), "wrong", "50.0%"),
+        ((10.0, 10.0), "open", "50.0%"),  # no longer text was measured: nothing failed
+    ],
+)
+def test_the_bar_of_a_card_blames_only_measured_failures(values, kind, width):
+    settings = {"train_length": 512, "context": 1024}
+    record = {"command": "eval", "settings": settings, "scores": perplexities(*values), "gates": []}
+    bar = f'<div class="bar {kind}" aria-hidden="true"><i style="width: {width}">'
+    assert bar in summary_cards([("model", record)])

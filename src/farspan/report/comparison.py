@@ -58,8 +58,13 @@ def table_rows(scores: Sequence[ComparedScore]) -> tuple[Row, list[Row]]:
 
 
 def group_label(group: tuple[str, str, str]) -> str:
-    """The evaluation, the task and the metric, each once."""
-    return " ".join(dict.fromkeys(group))
+    """The evaluation, the task and the metric, each once.
+
+    >>> group_label(("passkey", "passkey", "passkey_mean"))
+    'passkey_mean'
+    """
+    parts = dict.fromkeys(group)
+    return " ".join(part for part in parts if not group[2].startswith(f"{part}_"))
 
 
 def _value(score: ComparedScore) -> str:

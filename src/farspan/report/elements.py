@@ -154,15 +154,24 @@ def grid(
 
 
 def heads_grid(
-    values: Mapping[int, Sequence[float]], title: str, unit: str, middle: float | None = None
+    values: Mapping[int, Sequence[float]],
+    title: str,
+    unit: str,
+    middle: float | None = None,
+    most: float | None = None,
 ) -> str:
-    """A heatmap of layers and heads; with `middle`, its colors diverge from that value."""
+    """A heatmap of layers and heads; with `middle`, its colors diverge from that value.
+
+    most: the distance from `middle` with the full color; default: the largest of the values.
+    """
     rows = [list(row) for row in values.values()]
     heads = [str(head) for head in range(max(map(len, rows)))]
     options: dict[str, Any] = {"colorscale": [[0, "--pale"], [1, "--warm"]]}
     if middle is not None:
         colors = [[0, "--cold"], [0.5, "--pale"], [1, "--warm"]]
         options = {"colorscale": colors, "zmid": middle}
+        if most:
+            options |= {"zmin": middle - most, "zmax": middle + most}
     layers = [str(layer) for layer in values]
     return grid(rows, heads, layers, title, "head", "layer", note=unit, **options)
 

@@ -124,20 +124,24 @@ def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
             note = "a ring marks the knee, where a curve leaves its trend"
             axis = position_axis(max(model["positions"][-1] for _, model in measured))
             yield plot(lines, title, "position (tokens)", y, marks=lengths, note=note, xaxis=axis)
-    grids = []
+    growths = {}
     for model in models:
         length = model["train_length"]
         if length and model["entropy_by_head"]:
-            growth = {
+            title = f"{model['model']}: entropy of heads at the end minus at {length:,} tokens"
+            growths[title] = {
                 int(layer): [
                     curve[-1] - float(np.interp(length, model["positions"], curve))
                     for curve in heads
                 ]
                 for layer, heads in model["entropy_by_head"].items()
             }
-            title = f"{model['model']}: entropy of heads at the end minus at {length:,} tokens"
-            grids.append(heads_grid(growth, title, "nats", middle=0.0))
-    yield side_by_side(grids)
+    every = [abs(value) for growth in growths.values() for row in growth.values() for value in row]
+    most = max(every, default=0.0)  # one color for one value, in every grid
+    yield side_by_side(
+        heads_grid(growth, title, "nats", middle=0.0, most=most)
+        for title, growth in growths.items()
+    )
 
 
 def _curve(model: Record, key: str, number: int) -> Iterator[Trace]:
@@ -270,7 +274,7 @@ def _passkeys(name: str, scores: Sequence[Record], train_lengths: set[int]) -> s
     if len(train_lengths) == 1:
         (train_length,) = train_lengths
         inside = sum(length <= train_length for length in lengths)
-        note += f"; the line is at the train length, {train_length:,}"
+        note += f"; left of the line: within the train length, {train_length:,}"
     options: dict[str, Any] = {"zmin": 0, "zmax": 1, "inside": inside, "note": note}
     return grid(values, across, down, title, "length (tokens)", "depth of the key", **options)
 

@@ -60,7 +60,7 @@ def sample_row(sample: Sample) -> list[Any] | None:
             sample["depth"],
             float(sample["hit"]),
             "What is the pass key?",
-            f"…The pass key is {sample['key']}. Remember it.…",
+            f"… The pass key is {sample['key']}. Remember it. …",
             _cut(sample["said"]),
             str(sample["key"]),
         ]

@@ -169,7 +169,7 @@ def summary_cards(runs: Sequence[tuple[str, Record]]) -> str:
     rule = (
         "Effective: the longest measured length up to which perplexity stays within "
         f"{RISE - 1:.0%} of its value at the train length and {RETRIEVED:.0%} of passkeys are "
-        "retrieved, or that an evaluation reports as effective_length."
+        "retrieved, or the effective length that an evaluation such as RULER reports."
     )
     return f'<div class="cards">{"".join(cards)}</div><p class="rule">{rule}</p>'
 
@@ -203,11 +203,12 @@ def _card(summary: ModelSummary) -> str:
 
 
 def _bar(summary: ModelSummary, shortest: Effective | None) -> str:
-    """The effective length as a part of the claimed one."""
+    """The effective length as a part of the claimed one; neutral where no longer one was tried."""
     if shortest is None or not summary.claimed:
         return ""
     share = min(1.0, shortest.length / summary.claimed)
-    kind = "right" if share == 1 else "wrong"
+    failed = shortest.length < shortest.measured
+    kind = "right" if share == 1 else "wrong" if failed else "open"
     return f'<div class="bar {kind}" aria-hidden="true"><i style="width: {share:.1%}"></i></div>'
 
 
