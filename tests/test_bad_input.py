@@ -22,6 +22,7 @@ from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
 from farspan.files import write_manifest
 from farspan.loading import load_config
+from farspan.workflows.attention_analysis import compare_attention
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -527,6 +528,36 @@ def test_refuses_impossible_position(
     )
     assert status == 2
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position": "none"}, "position 'none' is for checkpoints in safetensors"),
+        ({"attn_implementation": "eager"}, "attn_implementation 'eager' is for checkpoints in"),
+    ],
+)
+def test_refuses_options_that_cannot_be_followed(options, message):
+    model = build_family("llama")
+    with pytest.raises(FarspanError, match=f"{message}.* a model object is loaded already"):
+        farspan.load(model, **options)
+    with pytest.raises(FarspanError, match=rf"{message}.* model\.gguf is a \.gguf file"):
+        farspan.load("model.gguf", **options)
+
+
+def test_inspect_refuses_a_position_for_a_model_object():
+    with pytest.raises(FarspanError, match="position 'none' is for checkpoints, and a model obj"):
+        farspan.inspect(build_family("llama"), position="none")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [farspan.diagnose, farspan.compare, farspan.report, compare_attention],
+    ids=["diagnose", "compare", "report", "lab distance"],
+)
+def test_refuses_an_empty_list(function):
+    with pytest.raises(FarspanError, match="the list is empty; give at least "):
+        function([])
 
 
 def test_unreachable_hub_is_one_sentence(capsys, monkeypatch):

@@ -183,6 +183,8 @@ def test_shorter_windows_of_a_job_begin_anew():
     assert job.search.tolist() == [[99, *text] for text in texts]
     changed = job.batches(4, 4, torch.device("cpu"), lambda text, number: (text * 0, text > 0))(0)
     assert changed[0].tolist() == [[99, 0, 0, 0, 0]] * 4
+    with pytest.raises(FarspanError, match=r"windows of 6 tokens do not fit .* of 5; choose 5"):
+        job.with_windows(6)
 
 
 def test_shorter_contexts_keep_the_token(checkpoint):

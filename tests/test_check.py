@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from farspan.attention.scales import Scales
 from farspan.cli import app
 from farspan.errors import FarspanError
 from farspan.evals.agreement import Agreement, Continuation, compare_continuations, compare_losses
-from farspan.workflows.check import CheckResult, _sure_tokens
+from farspan.workflows.check import CheckResult, _compared_by, _sure_tokens
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LENGTH = 640
@@ -129,6 +130,10 @@ def test_a_difference_starts_at_a_position():
     engine = [1.0] * 150 + [3.0] * 50
     assert compare_losses(engine, here, base) == Agreement("different", 152, 2.0, 0.05)
     assert compare_losses(engine, here, tolerance=2.5).verdict == "equal"
+    rounded = [1.0] * 199 + [1.001]
+    assert compare_losses(rounded, here).verdict == "equal"
+    exact = compare_losses(rounded, here, tolerance=0)
+    assert (exact.verdict, exact.position, exact.tolerance) == ("different", 201, 0)
     weak = [1.0] * 199 + [1.2]
     assert compare_losses(weak, here, weak).verdict == "base", "the tolerance follows the effect"
 
@@ -162,3 +167,15 @@ def test_the_engine_must_exist(patch, tmp_path):
         farspan.check(patch, tmp_path / "absent")
     with pytest.raises(FarspanError, match="does not exist; check the path"):
         farspan.check(patch, tmp_path / "absent.gguf")
+
+
+def test_options_of_servers_are_for_servers(patch):
+    with pytest.raises(FarspanError, match="--model m is a setting of a server, and rope-twin"):
+        farspan.check(patch, "rope-twin", served_model="m")
+    silent = SimpleNamespace(loss_form=None)
+    url = "http://localhost:8000/v1"
+    with pytest.raises(FarspanError, match=r"--tolerance 0.1 is in nats, .* no log-probabilities"):
+        _compared_by(silent, url, 0.1)
+    assert _compared_by(silent, url, None) == "greedy continuations"
+    assert _compared_by(SimpleNamespace(loss_form="echo"), url, 0.1) == "log-probabilities"
+    assert _compared_by(None, "rope-twin", 0.1) == "log-probabilities"

@@ -117,7 +117,7 @@ def test_fewer_shared_samples_are_noted(runs, tmp_path):
     assert "other shares 10 of 12 samples of single at 256 tokens with rope." in notes
     keys = results(tmp_path / "keys", passkeys([1, 0]))
     notes = compare([runs[0], keys], tmp_path / "table.md").notes
-    assert "keys shares no sample with rope, so it has no differences." in notes
+    assert "keys has no samples to pair with rope, so it has no differences." in notes
 
 
 def test_a_baseline_is_a_run_of_its_own(tmp_path):

@@ -348,6 +348,14 @@ def test_llama_loaded_without_rotation_is_exported_without_rotation(tmp_path):
         assert {layer.position for layer in farspan.inspect(done.folder).layers} == {"none"}
 
 
+def test_the_card_of_an_export_has_every_option_of_its_command(tmp_path):
+    tiny("llama", tmp_path)
+    done = farspan.export(tmp_path / "base", tmp_path / "stock", "stock", position="none")
+    assert json.loads((done.folder / "record.json").read_text())["settings"]["position"] == "none"
+    card = (done.folder / "README.md").read_text()
+    assert "\nfarspan export base -o stock --format stock --position none\n" in card
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -603,3 +603,26 @@ def test_documents_begin_as_texts_did_in_training(tmp_path, training, expected):
             assert (row[0] == tokenizer.bos_token_id) == expected
             assert row[expected:20] == plain_row[: 20 - expected]
             assert row[-size:] == plain_row[-size:]
+
+
+@pytest.mark.parametrize(
+    ("api", "format", "hits"),
+    [
+        ("completions", " {}", True),
+        ("completions", "{}", True),
+        ("completions", " {}. Remember", True),  # keys of a cell differ in tokens: room is left
+        ("completions", " The key is {}", False),
+        ("completions", "  {}", False),
+        ("chat", "The key is {}.", True),
+        ("chat", "nothing", False),
+    ],
+)
+def test_an_answer_of_a_server_begins_with_the_key(api, format, hits):
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
+    keys = [12345, 67890]
+    answers = [SimpleNamespace(text=format.format(key)) for key in keys]
+    engine = SimpleNamespace(api=api, generate=lambda prompts, room: answers)
+    grid = Passkey((256,), depths=1, keys=2)
+    rows = [tokenizer(f"The pass key is {key}")["input_ids"] for key in keys]
+    samples = grid._ask(grid.cells()[0], engine, keys, rows, [2, 2])
+    assert [sample["hit"] for sample in samples] == [hits, hits]

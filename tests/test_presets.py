@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import farspan
 from families import FAMILIES, SHAPE
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError
@@ -148,10 +149,13 @@ def test_the_quick_preset_of_eval_is_the_documented_one():
     assert keys == PRESET_KEYS
 
 
-@pytest.mark.parametrize(("wrong", "meant"), [("basline", "baseline"), ("lenghts", "lengths")])
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("basline", "baseline"), ("lenghts", "lengths"), ("devicemap", "device_map")],
+)
 def test_a_wrong_setting_of_evaluate_names_the_setting_or_parameter_that_was_meant(wrong, meant):
     with pytest.raises(TypeError, match=f"no setting '{wrong}'; did you mean {meant}"):
-        EvalConfig().with_settings({wrong: 1})
+        farspan.evaluate("nope-twin", **{wrong: 1})
 
 
 def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):

@@ -51,6 +51,24 @@ def test_every_measure_has_its_own_effective_length():
     ]
 
 
+def test_averages_over_tasks_stand_for_their_tasks():
+    lengths = {"vt": 256.0, "cwe": 1024.0, "average of 11 tasks": 512.0}
+    scores = [score("effective_length", 1024, value, task) for task, value in lengths.items()]
+    assert effective_by_scores(scores, None) == [Effective("any", 512, 1024)]
+    assert len(effective_by_scores(scores[:2], None)) == 2, "without an average, every task"
+
+
+def test_the_cost_is_that_of_the_text_that_loses_most():
+    def texts(code: float) -> list[dict]:
+        return [*perplexities(10.0, 10.0), score("ppl", 512, code, "code")]
+
+    settings = {"train_length": 512, "context": 1024}
+    record = {"command": "eval", "settings": settings, "scores": texts(6.0)}
+    record["vs"] = {"model": "base", "scores": texts(5.0)}
+    patch, _ = summaries([("patch", record)])
+    assert patch.cost == "+20.0% perplexity on code at 512 (5.00 → 6.00)"
+
+
 def test_runs_of_one_model_are_one_summary():
     base = {"model": "base", "scores": perplexities(10.0, 10.0, 99.0)}
     gates = [{"gate": "a", "holds": True, "told": ""}, {"gate": "b", "holds": False, "told": ""}]

@@ -136,3 +136,11 @@ def test_only_headlog_shares_its_growth():
         check_unused_settings([name], config)
     with pytest.raises(FarspanError, match=r"not use search.shared=true; .*: headlog, auto$"):
         check_unused_settings(["headscale"], config)
+
+
+def test_only_continue_chooses_the_length_of_its_windows():
+    config = read_extend_config(None, ["tuning.length=256"])
+    check_unused_settings(["continue"], config)
+    for name in ("yarn", "drope", "swan"):
+        with pytest.raises(FarspanError, match=r"not use tuning.length=256; .*: continue$"):
+            check_unused_settings([name], config)

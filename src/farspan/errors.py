@@ -6,7 +6,7 @@ A message is one sentence: the cause, the value and the way out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 
 class FarspanError(Exception):
@@ -47,6 +47,12 @@ def install_hint(extra: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
+def check_not_empty(values: Sized, what: str) -> None:
+    """Refuse an empty list; `what`: one of its values."""
+    if not len(values):
+        raise FarspanError(f"the list is empty; give at least {what}")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -48,7 +48,7 @@ from farspan.gguf_loading import (
 )
 from farspan.hub import is_hub_id, unavailable_reason
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.model_objects import ModelObject
+from farspan.model_objects import ModelLike, ModelObject, accepts_model_objects
 from farspan.progress import Progress, automatic, shows_progress
 from farspan.summaries import Summarized
 
@@ -94,9 +94,10 @@ class LoadOptions(TypedDict, total=False):
 
 
 @renamed_arguments(source="model", attention="attn_implementation")
+@accepts_model_objects
 @shows_progress
 def load(
-    model: str | Path,
+    model: ModelLike,
     *,
     position: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -109,7 +110,7 @@ def load(
     """Load a model in evaluation mode, with its tokenizer.
 
     model: a folder, hub id, bundled model (nope-twin, rope-twin, swan-twin), .gguf file or patch
-        folder.
+        folder; of a model object, a copy is returned.
     position: "none" loads a checkpoint typed `llama` that was trained without rotation.
     dtype: default: the checkpoint's, or float32 on a CPU that only emulates it. A .gguf file is
         dequantized to bf16 on a GPU and to float32 on a CPU.
@@ -120,7 +121,7 @@ def load(
     512
     """
     check_device(device)
-    _check_device_map(model, device_map, device)
+    _check_options(model, device_map, device, position, attn_implementation)
     if isinstance(model, ModelObject):
         loaded = model.copy_model(device)
         return LoadedModel(loaded.to(dtype=dtype) if dtype else loaded, _tokenizer_of(model))
@@ -164,13 +165,27 @@ def load(
     return LoadedModel(loaded, _load_tokenizer(source, trust_remote_code))
 
 
-def _check_device_map(
-    model: str | Path, device_map: DeviceMap | None, device: str | torch.device | None
+def _check_options(
+    model: str | Path,
+    device_map: DeviceMap | None,
+    device: str | torch.device | None,
+    position: str | None,
+    attn_implementation: str | None,
 ) -> None:
+    """Refuse options that a model object or a .gguf file cannot follow."""
     check_device_map(device_map, device)
-    if device_map is not None and isinstance(model, ModelObject):
+    is_object = isinstance(model, ModelObject)
+    is_file = not is_object and Path(model).suffix == ".gguf"
+    for name, value in {"position": position, "attn_implementation": attn_implementation}.items():
+        if value is not None and (is_object or is_file):
+            kind = "a model object is loaded already" if is_object else f"{model} is a .gguf file"
+            raise FarspanError(
+                f"{name} {value!r} is for checkpoints in safetensors, and {kind}; remove it, or "
+                f"{USE_CHECKPOINT}"
+            )
+    if device_map is not None and is_object:
         raise FarspanError("a model object is on its devices already; remove the device map")
-    if device_map is not None and Path(model).suffix == ".gguf":
+    if device_map is not None and is_file:
         raise FarspanError(
             f"{model} is dequantized in memory, without a device map; remove it, or "
             f"{USE_CHECKPOINT}"

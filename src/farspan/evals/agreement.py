@@ -9,7 +9,7 @@ import numpy as np
 
 from farspan.errors import FarspanError
 
-EQUAL, IGNORED, DIFFERENT = VERDICTS = ("equal", "base", "different")
+EQUAL, IGNORED, DIFFERENT = "equal", "base", "different"
 BLOCK = 32  # positions that are averaged; engines round in other ways at single positions
 TOLERANCE = 0.05  # nats, the largest mean difference of a block; bf16 stays below it
 LEAST_EFFECT = 1e-3  # nats; a patch that changes less than this cannot be seen
@@ -41,7 +41,7 @@ def compare_losses(
 ) -> Agreement:
     """By the losses of one text, position by position; the first loss is that of position 2.
 
-    Unless it is given, the tolerance is a quarter of what the patch changes, at most 0.05 nats.
+    The default tolerance is a quarter of what the patch changes, at most 0.05 nats.
 
     >>> compare_losses([1.0] * 64, [1.0] * 64, [1.0] * 32 + [2.0] * 32).verdict
     'equal'
@@ -52,16 +52,17 @@ def compare_losses(
             f"the patch changes the losses of {len(here) + 1} tokens by less than {LEAST_EFFECT} "
             "nats, so its effect cannot be checked; use a longer --length"
         )
-    allowed = tolerance or min(TOLERANCE, TOLERANCE if effect is None else effect / 4)
+    if tolerance is None:
+        tolerance = TOLERANCE if effect is None else min(TOLERANCE, effect / 4)
     differences = _blocks(engine, here)
     largest = float(differences.max())
-    if largest <= allowed:
-        return Agreement(EQUAL, None, largest, allowed)
-    if base is not None and (to_base := float(_blocks(engine, base).max())) <= allowed:
-        return Agreement(IGNORED, None, to_base, allowed)
-    start = int(np.argmax(differences > allowed)) * BLOCK
-    single = np.abs(np.subtract(engine, here))[start : start + BLOCK] > allowed
-    return Agreement(DIFFERENT, start + int(np.argmax(single)) + 2, largest, allowed)
+    if largest <= tolerance:
+        return Agreement(EQUAL, None, largest, tolerance)
+    if base is not None and (to_base := float(_blocks(engine, base).max())) <= tolerance:
+        return Agreement(IGNORED, None, to_base, tolerance)
+    start = int(np.argmax(differences > tolerance)) * BLOCK
+    single = np.abs(np.subtract(engine, here))[start : start + BLOCK] > tolerance
+    return Agreement(DIFFERENT, start + int(np.argmax(single)) + 2, largest, tolerance)
 
 
 def _blocks(first: Sequence[float], second: Sequence[float]) -> np.ndarray:

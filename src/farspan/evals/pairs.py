@@ -8,10 +8,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from farspan.evals.perplexity import MIN_DOCUMENTS
 from farspan.evals.scores import average, bootstrap
 
 GroupKey = tuple[str, str, int]  # eval, task, length
-# By evaluation: the metric whose differences are paired, and what a score is multiplied by.
+# By evaluation: what the score of a sample is multiplied by. Commonsense has two scores a sample,
+# and is not paired.
 SCALES = {"needle": 1.0, "ruler": 100.0, "longbench": 1.0, "nonliteral": 1.0}
 
 
@@ -64,7 +66,7 @@ def _difference(
 ) -> PairedDifference:
     values = [own[name].value - other[name].value for name in shared]
     documents = [own[name].document for name in shared]
-    few = len(set(documents)) < 8  # as perplexity does: windows, where documents are few
+    few = len(set(documents)) < MIN_DOCUMENTS  # then windows are resampled
     mean = bootstrap(values, [own[name].weight for name in shared], None if few else documents)
     return PairedDifference(*mean, len(shared))
 

@@ -135,9 +135,11 @@ class Passkey:
         rows: list[list[int]],
         answer_sizes: list[int],
     ) -> list[Sample]:
-        """By text: the answer of a server is the key after at most one space.
+        """By text: the answer of a server begins with the key, after at most one space.
 
-        A chat model writes a sentence, which must contain the key.
+        What follows does not count: keys of a cell can have different numbers of tokens, and all
+        prompts get room for the longest. A chat model writes a sentence, which must contain the
+        key.
         """
         chat = engine.api == "chat"
         prompts = [row[:-count] for row, count in zip(rows, answer_sizes, strict=True)]
@@ -147,7 +149,9 @@ class Passkey:
                 cell,
                 key,
                 answer.text,
-                str(key) in answer.text if chat else answer.text.removeprefix(" ") == str(key),
+                str(key) in answer.text
+                if chat
+                else answer.text.removeprefix(" ").startswith(str(key)),
             )
             for key, answer in zip(keys, engine.generate(prompts, room), strict=True)
         ]

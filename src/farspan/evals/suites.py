@@ -82,14 +82,17 @@ class EvalConfig:
         if self.system_instruction is not None and not self.apply_chat_template:
             raise FarspanError("--system-instruction is part of a chat; add --apply-chat-template")
 
-    def with_settings(self, settings: Mapping[str, Any]) -> EvalConfig:
-        """This config with some fields replaced by keyword arguments."""
+    def with_settings(
+        self, settings: Mapping[str, Any], parameters: Iterable[str] = ()
+    ) -> EvalConfig:
+        """This config with some fields replaced by keyword arguments.
+
+        parameters: further names that a wrong one may stand for.
+        """
         names = [each.name for each in fields(EvalConfig)]
-        parameters = ["baseline", "gate", "config", "position", "bos", "device"]
-        parameters.append("trust_remote_code")
         for name in settings:
             if name not in names:
-                hint = suggest(name, names + parameters)
+                hint = suggest(name, [*names, *parameters])
                 raise TypeError(f"evaluate() has no setting {name!r}; {hint}")
         return replace(self, **settings)
 

@@ -123,6 +123,11 @@ class FitJob:
         """The job with its search windows cut into windows of `length` tokens."""
         text, size = self.search[:, len(self.begin) :], length - len(self.begin)
         count = text.shape[1] // size
+        if count == 0:
+            raise FarspanError(
+                f"windows of {length} tokens do not fit in search windows of "
+                f"{self.search.shape[1]}; choose {self.search.shape[1]} or fewer"
+            )
         rows = text[:, : count * size].reshape(-1, size)
         return replace(self, search=prepend(rows, self.begin))
 

@@ -132,7 +132,7 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "auto": ("search", "tune", "tuning", "swan"),  # which of them depends on the model
 }
 # Settings that fewer methods use than their part.
-SETTING_USERS = {"search.shared": ("headlog", "auto")}
+SETTING_USERS = {"search.shared": ("headlog", "auto"), "tuning.length": ("continue",)}
 
 
 def parse_methods(method: str) -> list[str]:

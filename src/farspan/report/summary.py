@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,13 @@ def effective_by_scores(scores: Sequence[Record], train_length: int | None) -> l
     """By every measure that an evaluation has: RULER or needles, perplexity, passkeys."""
     effective = [
         Effective(score["eval"], int(score["value"]), score["length"])
-        for score in scores
-        if score["metric"] == "effective_length" and not score["tags"].get("detail")
+        for score in _overall(
+            score
+            for score in scores
+            if score["metric"] == "effective_length" and not score["tags"].get("detail")
+        )
     ]
-    texts = dict.fromkeys(s["tags"]["task"] for s in scores if s["metric"] == "ppl")
+    texts = _texts(scores)
     for text in texts:
         values = _by_length(scores, "ppl", text)
         # More context lowers perplexity, so lengths below the train length say nothing.
@@ -97,6 +100,22 @@ def effective_by_scores(scores: Sequence[Record], train_length: int | None) -> l
     return effective
 
 
+def _overall(scores: Iterable[Record]) -> list[Record]:
+    """The scores of averages over tasks; of evaluations without an average, every score."""
+    scores = list(scores)
+    averaged = {score["eval"] for score in scores if _is_average(score)}
+    return [score for score in scores if _is_average(score) or score["eval"] not in averaged]
+
+
+def _is_average(score: Record) -> bool:
+    return score["tags"].get("task", "").startswith("average")
+
+
+def _texts(scores: Sequence[Record]) -> list[str]:
+    """The texts of perplexity."""
+    return list(dict.fromkeys(s["tags"]["task"] for s in scores if s["metric"] == "ppl"))
+
+
 def _by_length(scores: Sequence[Record], metric: str, task: str | None = None) -> dict[int, float]:
     return {
         score["length"]: score["value"]
@@ -106,15 +125,24 @@ def _by_length(scores: Sequence[Record], metric: str, task: str | None = None) -
 
 
 def _cost(scores: Sequence[Record], base: Sequence[Record], train_length: int | None) -> str:
-    """The rise of perplexity against the baseline at the longest length within the train length."""
-    after, before = _by_length(scores, "ppl"), _by_length(base, "ppl")
-    inside = [n for n in after if n in before and train_length and n <= train_length]
-    if not inside:
+    """The rise of perplexity against the baseline at the longest length within the train length.
+
+    Of several texts, that of the text with the largest rise.
+    """
+    texts, costs = _texts(scores), []
+    for text in texts:
+        after, before = _by_length(scores, "ppl", text), _by_length(base, "ppl", text)
+        inside = [n for n in after if n in before and train_length and n <= train_length]
+        if inside:
+            length = max(inside)
+            rise = after[length] / before[length] - 1
+            values = f"{format_number(before[length])} → {format_number(after[length])}"
+            on = f" on {text}" if len(texts) > 1 else ""
+            costs.append((rise, f"perplexity{on} at {length:,} ({values})"))
+    if not costs:
         return ""
-    length = max(inside)
-    rise = after[length] / before[length] - 1
-    values = f"{format_number(before[length])} → {format_number(after[length])}"
-    return f"{_signed_percent(rise)} perplexity at {length:,} ({values})"
+    rise, where = max(costs)
+    return f"{_signed_percent(rise)} {where}"
 
 
 def _signed_percent(share: float) -> str:

@@ -48,6 +48,7 @@ from farspan.loading import (
 from farspan.model.loss import last_logits, token_losses
 from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.summaries import Summarized
+from farspan.workflows.evaluate_engine import check_engine_options
 
 LONGEST = 4096  # tokens, unless the train length is longer or --length says so
 PROMPTS = 32  # lengths of greedy continuations
@@ -135,6 +136,7 @@ def check(
             raise FarspanError(f"{engine} does not exist; check the path")
     elif not is_url(engine):
         check_source(engine, trust_remote_code=trust_remote_code)
+    check_engine_options([engine], EngineOptions(served_model))
     patch = find_patch(model)
     live, tokenizer, begin = load_with_begin_of_text(model, bos, **options)
     live = upcast_small_model(live)
@@ -143,12 +145,15 @@ def check(
     windows = cut_windows(read_documents(data), tokenizer, reach, 1, begin=begin.ids)
     ids = windows.ids[0].tolist()
     with _opened(engine, tokenizer, len(ids), served_model) as server:
-        sure = server is not None and server.loss_form is None
+        by = _compared_by(server, engine, tolerance)
+        by_continuations = by == CONTINUATIONS
         prompts = _prompt_lengths(train or reach, reach)
 
         def measure(each: PreTrainedModel) -> Any:
             return (
-                _continuations(each, tokenizer, ids, prompts) if sure else model_losses(each, ids)
+                _continuations(each, tokenizer, ids, prompts)
+                if by_continuations
+                else model_losses(each, ids)
             )
 
         here = measure(live)
@@ -157,18 +162,29 @@ def check(
         if server is None:
             stock: LoadOptions = {**options, "position": None}
             other = measure(upcast_small_model(load(engine, **stock).model))
-        elif sure:
-            rows = [ids[:length] for length in prompts]
+        elif by_continuations:
+            rows = [ids[:count] for count in prompts]
             other = [answer.text for answer in server.generate(rows, NEW_TOKENS)]
         else:
             (other,) = server.losses([ids])
     agreement = (
         compare_continuations(other, here, base or ())
-        if sure
+        if by_continuations
         else compare_losses(other, here, base, tolerance)
     )
-    by = CONTINUATIONS if sure else LOSSES
     return CheckResult(str(model), str(engine), by, len(ids), agreement, patch is not None)
+
+
+def _compared_by(server: Engine | None, engine: str | Path, tolerance: float | None) -> str:
+    """Losses, unless the engine is a server that returns none."""
+    if server is None or server.loss_form is not None:
+        return LOSSES
+    if tolerance is not None:
+        raise FarspanError(
+            f"--tolerance {tolerance:g} is in nats, and {engine} returns no log-probabilities, so "
+            "texts are compared; remove it"
+        )
+    return CONTINUATIONS
 
 
 def _is_llama(engine: str | Path) -> bool:

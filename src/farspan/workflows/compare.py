@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, check_not_empty
 from farspan.evals.pairs import (
     GroupKey,
     PairedDifference,
@@ -54,6 +54,7 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
         raise FarspanError(
             f"{out} is not the name of a table; end it in one of {', '.join(SUFFIXES)}"
         )
+    check_not_empty(folders, "a results folder")
     runs = read_runs(folders)
     for run, folder in zip(runs, folders, strict=True):
         if run.record["command"] != "eval":
@@ -135,7 +136,7 @@ def _notes(reference: str, scores: Sequence[ComparedScore]) -> list[str]:
             break
     others = {score.run for score in scores} - {s.run for s in scores if s.difference} - {reference}
     for run in sorted(others):
-        notes.append(f"{run} shares no sample with {reference}, so it has no differences.")
+        notes.append(f"{run} has no samples to pair with {reference}, so it has no differences.")
     return notes
 
 

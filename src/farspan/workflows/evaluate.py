@@ -6,6 +6,7 @@ patch, tokenizer, task, length, depth, seed. A finished cell is read and never m
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -109,7 +110,8 @@ def evaluate(
     options = _load_options(device, device_map, trust_remote_code, progress)
     if preset := preset or _default_preset(model, device or processes().device, config):
         settings["preset"] = preset
-    config = (config or EvalConfig()).with_settings(settings)
+    parameters = inspect.signature(evaluate).parameters
+    config = (config or EvalConfig()).with_settings(settings, parameters)
     check_engine_options([model, baseline], config.engine)
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline

@@ -185,6 +185,8 @@ def _write_record(
     settings = {"source": job.path.name, "format": result.format, "device": device}
     if FORMATS[result.format].has_dtype:
         settings["dtype"] = dtype
+    if job.position:
+        settings["position"] = job.position
     results = {
         "patch": job.patch.portable().describe() if job.patch else None,
         **result.to_json(),
@@ -236,7 +238,9 @@ def _model_card(job: ExportJob, result: ExportResult, config: PreTrainedConfig) 
         "",
         "```",
         f"farspan export {job.path.name} -o {result.folder.name} --format {result.format}"
-        + ("" if dtype == "float32" else f" --dtype {dtype}"),
+        + ("" if dtype == "float32" else f" --dtype {dtype}")
+        + (f" --position {job.position}" if job.position else "")
+        + (" --trust-remote-code" if job.trust_remote_code else ""),
         "```",
         "",
     ]

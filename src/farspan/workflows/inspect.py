@@ -163,6 +163,11 @@ def inspect(
     if isinstance(model, tuple):  # what `load` returns
         model = model[0]
     if isinstance(model, PreTrainedModel):
+        if position is not None:
+            raise FarspanError(
+                f"position {position!r} is for checkpoints, and a model object is loaded already; "
+                "remove it, or give the path"
+            )
         advance(1, "probe the layers")
         return _with_check(_inspect_model(model, type(model).__name__, advance), model, check)
     folder, name = Path(model), str(model)
