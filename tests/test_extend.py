@@ -314,12 +314,16 @@ def test_refuses_targets_beyond_a_position_table(tiny, tmp_path):
     )
     FarspanForCausalLM(config).save_pretrained(tmp_path / "learned")
     farspan.load(tiny / "none").tokenizer.save_pretrained(tmp_path / "learned")
-    options = dict(out=tmp_path / "out", method="uniform", data=tiny / "text.txt", recipe=FEW)
-    with pytest.raises(
-        FarspanError, match="has 128 learned positions, and a search for 128 tokens reads 144"
+    options = dict(out=tmp_path / "out", data=tiny / "text.txt", recipe=FEW)
+    for to, method, reads in (
+        (128, "headscale", "144; set search.beyond=1"),
+        (136, "uniform", "136; choose a target within its table"),
     ):
-        extend(tmp_path / "learned", 128, **options)
+        message = f"has 128 learned positions, and a search for {to} tokens reads {reads}"
+        with pytest.raises(FarspanError, match=message):
+            extend(tmp_path / "learned", to, method=method, **options)
     assert not (tmp_path / "out").exists()
+    assert extend(tmp_path / "learned", 128, method="uniform", **options).patch.target == 128
 
 
 def test_scales_on_a_rope_model_come_with_a_warning(tiny, tmp_path):

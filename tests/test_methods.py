@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,20 @@ from farspan.attention import seam
 from farspan.attention.patch import fingerprint, set_rope
 from farspan.attention.probe import probe
 from farspan.errors import FarspanError
+from farspan.methods import job as job_module
 from farspan.methods import registry
 from farspan.methods import rope as rope_module
 from farspan.methods import tuning as tuning_module
 from farspan.methods import uniform as uniform_module
 from farspan.methods.drope import drope
-from farspan.methods.headscale import headscale
-from farspan.methods.job import loss_by_position, lowest_loss, scaled_loss, search_best
+from farspan.methods.headscale import SearchConfig, headscale
+from farspan.methods.job import (
+    loss_by_position,
+    lowest_loss,
+    scaled_loss,
+    search_best,
+    shared_batch,
+)
 from farspan.methods.registry import ExtendConfig
 from farspan.methods.rope import ROPE_SCALINGS, fit_rope, rope_override
 from farspan.methods.rope import _rope_parameters as rope_parameters
@@ -296,6 +304,39 @@ def test_tuning_lowers_the_loss_and_the_patch_holds_the_weights():
         patched = patch.apply(BY_NAME["farspan-rope"].build())
         losses.append(float(loss_by_position(patched, job.search).mean()))
     assert losses[1] < losses[0]
+
+
+def test_weights_are_tuned_on_windows_that_the_factor_reaches(monkeypatch):
+    """Windows of a search for scales, which may follow, are longer than the target."""
+    model, lengths = BY_NAME["farspan-rope"].build(), set()
+    forward = tuning_module.LossModule.forward
+
+    def watched(self, ids):
+        lengths.add(ids.shape[1])
+        return forward(self, ids)
+
+    monkeypatch.setattr(tuning_module.LossModule, "forward", watched)
+    job = job_for(model)
+    assert job.search.shape[1] > TARGET
+    fit_rope(model, job, "yarn", TuningConfig(steps=1, batch=2))
+    assert lengths == {TARGET}
+
+
+@pytest.mark.parametrize(("processes", "batch"), [(1, 8), (4, 8), (6, 12), (9, 9)])
+def test_processes_share_a_default_batch_evenly(processes, batch, monkeypatch):
+    state = SimpleNamespace(num_processes=processes, process_index=0)
+    monkeypatch.setattr(job_module, "processes", lambda: state)
+    assert shared_batch(8) == batch
+    assert SearchConfig().resolve(True).batch == batch
+    rows = job_without_model().batches(batch, 1, torch.device("cpu"))(0)
+    assert len(rows) == batch // processes
+
+
+def test_a_batch_that_processes_cannot_share_names_its_settings(monkeypatch):
+    state = SimpleNamespace(num_processes=3, process_index=0)
+    monkeypatch.setattr(job_module, "processes", lambda: state)
+    with pytest.raises(FarspanError, match=r"8 windows .* for 3 processes; .* \(search.batch and"):
+        job_without_model().batches(8, 1, torch.device("cpu"))
 
 
 def test_drope_removes_positions_and_combines_with_scales():

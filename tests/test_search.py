@@ -381,6 +381,7 @@ def test_a_number_of_steps_is_the_search_of_wang_2024():
     assert (quick.steps, quick.plateau) == (200, PlateauRule(min_gain=0.02))
     assert (quick.batch, quick.warmup, quick.lr) == (2, 4, (0.2,))
     assert SearchConfig(steps=200, quick=True).resolve(True) == paper
+    assert [SearchConfig(steps=n).resolve(True).warmup for n in (9, 20, 300)] == [0, 2, 20]
     plan = SearchConfig(batch=3, lr=(0.2,), warmup=0, repeats=0.0).resolve(True)
     assert (plan.batch, plan.lr, plan.warmup) == (3, (0.2,), 0)
     assert plan.repeats == 0

@@ -17,7 +17,7 @@ from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
-from farspan.train.corpus import DataConfig
+from farspan.train.corpus import DataConfig, pack_mixture
 from farspan.train.search_text import overlapping, read_mixture, search_text, split_text
 from farspan.workflows.extend import extend
 from farspan.workflows.pretrain import read_recipe
@@ -195,6 +195,19 @@ def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
         )
 
 
+def test_a_search_draws_other_rows_than_pretraining(folder, tokenizer):
+    """Also with the same seed: else it would read the same passkeys at the same places."""
+    data = read_mixture(mixture(folder, 0.5))
+    rows = pack_mixture(data, tokenizer, LENGTH - 1, 0, passkey_length=TRAIN_LENGTH).mixture
+    searched = search_text(mixture(folder, 0.5), tokenizer, LENGTH, 200, TRAIN_LENGTH, seed=0).ids
+    first, second = (  # rows of four words without a passkey are alike
+        {tuple(row) for row in ids.tolist() if len(set(row)) > 8}
+        for ids in (rows.rows(0, 200), searched)
+    )
+    assert min(len(first), len(second)) > 150
+    assert not first & second
+
+
 def test_a_study_searches_on_a_mixture_and_knows_its_files(folder, tokenizer):
     (folder / "choose.txt").write_text("one text to choose by " * 400)
     (folder / "report.txt").write_text("and one to report on " * 400)
@@ -203,8 +216,12 @@ def test_a_study_searches_on_a_mixture_and_knows_its_files(folder, tokenizer):
         {"nope-twin": ("headscale",)}, search=str(mixture(folder, 0.5)), **settings
     )
     texts = StudyTexts(study)
-    windows = texts.search_windows("nope-twin", tokenizer, LENGTH, 8, TRAIN_LENGTH)
-    assert windows.shape == (8, LENGTH)
+    windows, others = (
+        texts.search_windows("nope-twin", tokenizer, LENGTH, 8, TRAIN_LENGTH, seed)
+        for seed in (0, 1)
+    )
+    assert windows.shape == others.shape == (8, LENGTH)
+    assert not (windows == others).all(1).any(), "every seed reads other windows"
     assert sha256_of(folder / "words.txt") in texts.hashes[study.search]
     with pytest.raises(FarspanError, match="must not share text"):
         ReproduceStudy(
@@ -227,8 +244,8 @@ def test_a_search_reads_no_window_twice_if_the_text_has_enough():
     shorter = ExtendConfig(search=SearchConfig(steps=50, beyond=1.0), search_windows=64)
     assert search_windows(["headlog"], shorter, 16_384, 2048) == (16_384, 64)
     tuned = ExtendConfig(tune="fair", tuning=TuningConfig(batch=4))
-    assert search_windows(["yarn"], tuned, 4096, 2048)[1] == 800
-    assert search_windows(["uniform"], config, 4096, 2048)[1] == 1
+    assert search_windows(["yarn"], tuned, 4096, 2048) == (4096, 800), "only searches read beyond"
+    assert search_windows(["uniform"], config, 4096, 2048) == (4096, 1)
 
 
 def test_windows_of_two_methods_hold_the_text_of_a_distillation():

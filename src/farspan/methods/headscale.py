@@ -33,6 +33,7 @@ from farspan.methods.job import (
     loss_margin,
     lowest_loss,
     scaled_loss,
+    shared_batch,
 )
 from farspan.methods.uniform import uniform
 from farspan.model.compile import compiled_layers, prefer_cudnn
@@ -138,6 +139,8 @@ class SearchConfig:
         A model with NoPE layers reads windows that reward retrieval.
         """
         default = PAPER if self.steps else QUICK if self.quick else FULL
+        # A tenth of the paper's 200 steps; of fewer steps, a tenth too.
+        warmup = min(default.warmup, self.steps // 10) if self.steps else default.warmup
         rewards = has_nope and default is not PAPER
         repeats, passkeys = self.repeats, self.passkeys
         if repeats is None:
@@ -146,10 +149,10 @@ class SearchConfig:
             passkeys = min(PASSKEYS, 1 - repeats) if rewards else 0.0
         return SearchPlan(
             self.steps or self.max_steps,
-            self.batch or default.batch,
+            self.batch or shared_batch(default.batch),
             self.micro_batch,
             self.lr or default.lr,
-            default.warmup if self.warmup is None else self.warmup,
+            warmup if self.warmup is None else self.warmup,
             repeats,
             passkeys,
             default.answers if self.answers is None else self.answers,

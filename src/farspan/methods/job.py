@@ -96,7 +96,9 @@ class FitJob:
         if rest or per_process % rows:
             raise FarspanError(
                 f"a batch of {batch} windows cannot be split into micro batches of {micro_batch} "
-                f"for {state.num_processes} processes; choose divisors"
+                f"for {state.num_processes} processes; choose a batch that they divide "
+                "(search.batch and search.micro_batch of a search, tuning.batch and "
+                "tuning.micro_batch where weights are trained)"
             )
 
         def batches_of_step(step: int) -> list[Tensor]:
@@ -139,6 +141,11 @@ class FitJob:
             return
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
+
+
+def shared_batch(batch: int) -> int:
+    """The default batch, or the next size that all processes share evenly."""
+    return batch + -batch % processes().num_processes
 
 
 def largest_micro_batch(batch: int, length: int) -> int:

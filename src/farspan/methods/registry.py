@@ -117,6 +117,7 @@ WEIGHT_METHODS: dict[str, Fit] = {
     "continue": lambda model, job, config: continue_training(model, job, config.tuning),
 }
 METHODS = {**SCALE_METHODS, **ROPE_METHODS, **WEIGHT_METHODS}
+SEARCHES = {"headscale", "headlog", "auto"}  # methods that may search one scale per head
 
 
 # The parts of ExtendConfig that only some methods use; all use windows, passkeys and seed.
@@ -333,9 +334,9 @@ def search_windows(
 ) -> tuple[int, int]:
     """The length and the number of the search windows that these methods use.
 
-    A search for scales reads beyond the target. Distillation alone reads short windows.
+    Only a search for scales reads beyond the target. Distillation alone reads short windows.
     """
-    length = round(config.search.beyond * to)
+    length = round(config.search.beyond * to) if SEARCHES & set(names) else to
     count = config.search_windows or _windows_read(names, config)
     if "swan" not in names:
         return length, count
@@ -348,7 +349,7 @@ def search_windows(
 def _windows_read(names: Sequence[str], config: ExtendConfig) -> int:
     """The most windows that one of the methods reads: no window twice, if the text has them."""
     counts = [1]
-    if {"headscale", "headlog", "auto"} & set(names):
+    if SEARCHES & set(names):
         counts.append(config.search.most_windows)
     if config.tune or {"drope", "continue"} & set(names):
         steps = config.tuning.steps or TUNING_STEPS[config.tune] or FAIR_STEPS

@@ -76,13 +76,14 @@ def fit_rope(
     """The method's rope parameters, with the factor of the lowest loss on the choose split.
 
     With `tuning`, as in Wang 2024: the smallest factor that reaches the target, and weights tuned
-    with it.
+    with it. The windows end at the target: rotation is not scaled for more.
     """
     smallest = _reaching_factor(method, job)
     if tuning is not None:
         rope = _rope_parameters(model, job, method, smallest)
         with rope_override(model, rope):
-            weights = tune_weights(model, job, f"{method}-{tuning.steps}", tuning)
+            windows = job.with_windows(job.target)
+            weights = tune_weights(model, windows, f"{method}-{tuning.steps}", tuning)
         return job.patch(f"{method}-tuned", rope=rope, weights=weights)
     advance = job.progress(method, 0)
     losses = {}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.errors import FarspanError
-from farspan.methods.job import FitJob
+from farspan.methods.job import FitJob, largest_micro_batch, shared_batch
 from farspan.train.loop import StepMetrics, TrainPlan, train
 from farspan.train.optim import OptimizerConfig, make_optimizers
 from farspan.train.sharding import data_parallel
@@ -30,7 +30,7 @@ class TuningConfig:
 
     steps: int = 0  # 0: the steps of `tune`, or 200; swan: from swan.tokens
     batch: int = 0  # windows; 0: 8; swan: 65,536 tokens
-    micro_batch: int = 0  # windows; 0: 8; swan: 32,768 tokens
+    micro_batch: int = 0  # windows; 0: 32,768 tokens
     lr: float = 0.0  # 0: 1e-4; swan and drope: 1e-3
     warmup: int = 20
     save_every: int = 100
@@ -62,7 +62,8 @@ def tune_weights(
     model: PreTrainedModel, job: FitJob, name: str, tuning: TuningConfig
 ) -> dict[str, Tensor]:
     """The model's weights after training on the next token of the search windows."""
-    batch, micro_batch = tuning.batch or BATCH, tuning.micro_batch or BATCH
+    batch = tuning.batch or shared_batch(BATCH)
+    micro_batch = tuning.micro_batch or largest_micro_batch(batch, job.search.shape[1])
     plan = WeightTraining(
         LossModule(model),
         job.batches(batch, micro_batch, model.device),

@@ -27,6 +27,7 @@ from farspan.train.corpus import (
 )
 
 SEARCH = "search"
+SEARCH_SEED = 1 << 20  # seeds of pretraining are smaller
 MIXTURES = Path(__file__).parent.parent / "assets" / "recipes" / "mixture"
 
 
@@ -154,7 +155,11 @@ def _pack(
     train_length: int,
     progress: Progress,
 ) -> TrainingData:
-    """The mixture in rows of `length` tokens; passkey documents are as long as in pretraining."""
+    """The mixture in rows of `length` tokens; passkey documents are as long as in pretraining.
+
+    The rows are drawn with another seed than those of pretraining, as in Wang 2024.
+    """
+    seed += SEARCH_SEED
     return pack_mixture(
         data, tokenizer, length - 1, seed, passkey_length=train_length, progress=progress
     )

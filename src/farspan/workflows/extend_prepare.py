@@ -239,11 +239,12 @@ def _check_lengths(
         raise FarspanError(
             f"{source} was already trained on {length} tokens; choose a longer --to than that"
         )
-    window = round(run.config.search.beyond * to)
+    window = max(to, search_windows(run.names, run.config, to, length)[0])
     if rows is not None and window > rows:
+        way_out = "set search.beyond=1" if to <= rows else "choose a target within its table"
         raise FarspanError(
             f"{source} has {rows} learned positions, and a search for {to} tokens reads "
-            f"{window}; such a model cannot be extended beyond its table"
+            f"{window}; {way_out}"
         )
     if "dynamic-ntk" in run.names and length != config_length:
         # transformers' dynamic rotation reads the length from the config alone.

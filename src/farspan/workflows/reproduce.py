@@ -83,7 +83,7 @@ from farspan.workflows.reproduce_study import (
     text_name,
 )
 
-FORMAT = 3  # of a cell's result; raise it with every change to what a cell computes or measures
+FORMAT = 4  # of a cell's result; raise it with every change to what a cell computes or measures
 PROMPT_BATCH = 16
 BINS_PER_TRAIN_LENGTH = 16  # of positions, in the curves that a cell stores
 
@@ -359,7 +359,7 @@ class StudyTexts:
         self.study = study
         # (model, target, constraint, windows) -> best λ̂
         self.uniform_scales: dict[tuple[str, int, bool, int], float] = {}
-        self._windows: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        self._windows: dict[tuple[str | int, ...], torch.Tensor] = {}
         self._weight_hashes: dict[Path, list[str]] = {}
         self._begins: dict[Path, tuple[int, ...]] = {}
 
@@ -376,10 +376,10 @@ class StudyTexts:
         return self._windows[key]
 
     def search_windows(
-        self, model: str, tokenizer: Any, length: int, limit: int, train_length: int
+        self, model: str, tokenizer: Any, length: int, limit: int, train_length: int, seed: int
     ) -> torch.Tensor:
-        """Windows of the search text, which may be a mixture."""
-        study, key = self.study, (self.study.search, model, length, limit)
+        """Windows of the search text; of a mixture, every seed draws others."""
+        study, key = self.study, (self.study.search, model, length, limit, seed)
         if key not in self._windows:
             self._windows[key] = search_text(
                 study.path(study.search),
@@ -387,6 +387,7 @@ class StudyTexts:
                 length,
                 limit,
                 train_length,
+                seed=seed,
                 packed=study.extension.packed,
                 folder=study.folder,
                 begin=begin_of_text(tokenizer),
@@ -439,7 +440,7 @@ class StudyTexts:
         for key, file, window in dict.fromkeys(needed):
             try:
                 if key == "search":
-                    self.search_windows(model, tokenizer, window, 1, length)
+                    self.search_windows(model, tokenizer, window, 1, length, 0)
                 else:
                     cut_windows(read_documents(study.path(file)), tokenizer, window, 1)
             except FarspanError as error:
@@ -515,7 +516,7 @@ def _fit(
     config = method_config(replace(study.extension, seed=cell.seed), cell.method)
     target = length * cell.factor
     windows = search_windows(method.split("+"), config, target, length)
-    search = texts.search_windows(cell.model, tokenizer, *windows, length)
+    search = texts.search_windows(cell.model, tokenizer, *windows, length, cell.seed)
     choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows)
     layers = probe(model)
     settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}
