@@ -139,7 +139,7 @@ FIGURES = {
     "small-entropy-nope-scales.png": lambda: loss_and_entropy(diagnoses("nope-scales")),
     "small-entropy-rope-scales.png": lambda: loss_and_entropy(diagnoses("rope-scales")),
     "small-entropy-heads.png": lambda: entropy_of_heads([*with_heads().values()]),
-    "small-entropy-layers.png": lambda: heads_by_layer(with_heads()["NoPE"]),
+    "small-entropy-layers.png": lambda: heads_by_layer(with_heads()["NoPE, headscale for 4×"]),
     "small-scale-entropy.png": lambda: scale_against_entropy(
         with_heads()["NoPE, headscale for 4×"]
     ),

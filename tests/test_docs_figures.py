@@ -205,3 +205,32 @@ def test_tables_by_hand_are_listed(tables):
     }
     listed = (DOCS / "records" / "README.md").read_text().split("## Tables by hand")[1]
     assert set(re.findall(r"results/([\w.]+)\)", listed)) == pages
+
+
+def test_the_mean_entropy_of_headscale_is_that_of_the_records(drawing):
+    page = (DOCS / "results" / "extending.md").read_text()
+    text = " ".join(page.split("**HeadScale has a higher mean entropy")[1].split("\n- ")[0].split())
+    cells = [
+        cell for cell in drawing.records("extend-small", "study") if cell.get("seed") is not None
+    ]
+    means, shares, ends = [], [], []
+    for factor in (2, 4, 8):
+        curves = {
+            method: np.mean([c["entropy"] for c in cells if _is_cell(c, method, factor)], 0)
+            for method in ("headscale", "uniform")
+        }
+        (positions, *_) = [
+            np.array(c["positions"]) for c in cells if _is_cell(c, "uniform", factor)
+        ]
+        target = 512 * factor
+        difference = curves["headscale"] - curves["uniform"]
+        means.append(f"{difference[positions <= target].mean():.2f}")
+        shares.append(f"{(difference[positions <= target] > 0).mean():.0%}")
+        last = (positions <= target) & (positions > target - 128)
+        ends.append(f"{-difference[last].mean():.2f}")
+    for values in (means, shares, ends):
+        assert "{}, {} and {}".format(*values) in text
+
+
+def _is_cell(cell: dict, method: str, factor: int) -> bool:
+    return (cell["model"], cell["method"], cell["factor"]) == ("small-nope", method, factor)

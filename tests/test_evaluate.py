@@ -314,9 +314,15 @@ def test_default_lengths_depend_on_the_model(tiny):
     assert plan.grid[-1] == 512
     assert len(plan.grid) == 4
     patched = replace(model, extended_length=1000)
+    assert make_plan(patched, SUITES["quick"], EvalConfig(), {}).lengths == (256, 512, 1000)
     plan = make_plan(patched, SUITES["paper"], EvalConfig(), {})
-    assert plan.lengths == (256, 512, 1000)
+    assert plan.lengths == (256, 512, 1000, 1024, 2048), "to 8 L, as Table 2 of Wang 2024"
     assert (len(plan.grid), plan.grid[-1], plan.contexts) == (16, 2000, (1000,))
+    asked = make_plan(patched, SUITES["paper"], EvalConfig((128, 512)), {})
+    assert (asked.lengths, asked.lengths_requested) == ((128, 512), True)
+    assert (asked.grid, asked.contexts) == (plan.grid, plan.contexts), "--lengths of perplexity"
+    with pytest.raises(FarspanError, match="train length; choose suites that take --lengths"):
+        make_plan(replace(model, train_length=None), SUITES["paper"], EvalConfig((128,)), {})
     limited = replace(model, max_positions=300)
     plan = make_plan(limited, SUITES["quick"], EvalConfig(), {})
     assert max(plan.lengths) <= 300

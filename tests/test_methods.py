@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from families import VOCABULARY
 from farspan.attention import seam
@@ -240,6 +243,23 @@ def test_yarn_multiplies_queries_and_keys_by_the_published_temperature(name, fac
         cos, sin = rotary_of(model)(torch.zeros(1, 3, 8), torch.tensor([[0, 5, 50]]))
     lengths = (cos**2 + sin**2).sqrt()
     assert torch.allclose(lengths, torch.full_like(lengths, temperature), atol=1e-6)
+
+
+def test_yarn_stretches_frequencies_by_how_often_they_turn():
+    """Those that turn more than 32 times in L stay, those below once are divided by s, and those
+    between are blended (Peng 2023)."""
+    length, factor, theta = 4096, 8.0, 10_000.0
+    job = replace(job_without_model(), train_length=length)
+    rope = {"rope_theta": theta} | ROPE_SCALINGS["yarn"](job, factor, theta, 128)
+    config = LlamaConfig(head_dim=128, max_position_embeddings=length, rope_parameters=rope)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
+    original = theta ** -(torch.arange(0, 128, 2) / 128)
+    turns, ratio = length * original / (2 * math.pi), frequencies / original
+    assert torch.allclose(ratio[turns > 40], torch.tensor(1.0))
+    assert torch.allclose(ratio[turns < 0.8], torch.tensor(1 / factor))
+    blended = ratio[(turns > 1.3) & (turns < 26)]
+    assert ((blended > 1 / factor + 0.01) & (blended < 0.99)).all()
+    assert len(blended) > 10
 
 
 STRETCHED = {

@@ -422,7 +422,8 @@ def test_growing_scales_are_plotted_at_their_final_value():
         length=128,
         loss=np.ones(128),
         entropy=np.ones(128),
-        heads={0: entropy.repeat(128, 0).T},
+        # Before the last eighth, the heads have other entropies.
+        heads={0: np.where(np.arange(128) < 112, 9 - entropy.T, entropy.T)},
     )
     scales = Scales((0,), torch.ones(1, 3), slope, "log", 32)
     diagnosis = SimpleNamespace(

@@ -14,13 +14,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from farspan.attention.patch import reset_dynamic_rope, set_rope
+from farspan.bundled import BUNDLED_MODELS
 from farspan.cells import Cells
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.diagnosis.curves import Curves, measure_curves
 from farspan.errors import FarspanError
+from farspan.evals import passkey
 from farspan.methods.headscale import FULL, SearchConfig
 from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
@@ -36,6 +39,7 @@ from farspan.report.study_tables import (
 from farspan.report.style import save
 from farspan.train.metadata import write_training_metadata
 from farspan.workflows import reproduce as reproduce_workflow
+from farspan.workflows import reproduce_benchmarks
 from farspan.workflows.reproduce import (
     _describe,
     _search_defaults,
@@ -594,7 +598,7 @@ def test_refuses_missing_texts_before_writing(tiny):
         ),
         (
             ["search=short.jsonl"],
-            r"search names short.jsonl, which cannot be used for nope-twin: no document has 1152",
+            r"search names short.jsonl, which cannot be used for nope-twin: no document has 1024",
         ),
     ],
 )
@@ -761,6 +765,24 @@ def bench(tiny) -> Path:
     lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     (folder / "longbench.jsonl").write_text(lines)
     return tiny
+
+
+def test_passkeys_of_a_study_are_averaged_within_the_context(monkeypatch):
+    """As in Figure 6 of Wang 2024; the grid goes on to twice the context."""
+
+    def run(self, cell, *_):
+        hit = cell.length <= 256
+        return [passkey._sample(cell, key, "", hit) for key in range(cell.settings["keys"])]
+
+    monkeypatch.setattr(passkey.Passkey, "run", run)
+    monkeypatch.setattr(reproduce_benchmarks, "PrefixCache", lambda model: None)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
+    benchmarks = reproduce_benchmarks.StudyBenchmarks(passkey_lengths=4)
+    scores = reproduce_benchmarks.benchmark_scores(
+        benchmarks, Path, None, tokenizer, 256, keys=1, trained="no"
+    )
+    means = {s["metric"]: (s["length"], s["value"]) for s in scores if "mean" in s["metric"]}
+    assert means == {"passkey_mean": (256, 1.0), "passkey_grid_mean": (512, 0.5)}
 
 
 @pytest.mark.long

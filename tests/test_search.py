@@ -152,6 +152,24 @@ def test_searches_start_from_the_best_uniform_scale(monkeypatch):
     assert torch.allclose(growing.at(torch.tensor([float(TARGET)]))[..., 0], best, atol=1e-6)
 
 
+def test_the_choose_split_selects_the_learning_rate(monkeypatch):
+    """Each search lowers the loss of what it reads; other text decides between them."""
+    job = job_without_model()
+    job = replace(job, choose=job.search + 1)
+    best = {int(job.search[0, 0]): 0.1, int(job.choose[0, 0]): 0.05}
+
+    def search(model, job, search, plan, method, start, lr):
+        return job.uniform(lr)
+
+    def loss(model, windows, scales):
+        return abs(float(scales.base[0, 0]) - best[int(windows[0, 0])])
+
+    monkeypatch.setattr(headscale_module, "optimize_scales", search)
+    monkeypatch.setattr(headscale_module, "scaled_loss", loss)
+    patch = headscale(None, job, replace(QUICK, lr=(0.1, 0.05)))
+    assert float(patch.scales.base[0, 0]) == pytest.approx(0.05)
+
+
 @pytest.fixture
 def applied_updates(monkeypatch) -> list[dict]:
     """The settings and the gradient norm of every optimizer step, which a test's search fills."""

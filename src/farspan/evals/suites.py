@@ -173,6 +173,8 @@ class Suite:
     texts: tuple[str, ...] | None = None  # names that --data takes; None: any, for perplexity
     required: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()  # of SUITE_SETTINGS, those that it uses
+    reach: int = 2  # train lengths that the default lengths go up to
+    perplexity_only: bool = False  # requested lengths are those of perplexity alone
 
     def complete(self, config: EvalConfig) -> EvalConfig:
         """The settings with this suite's mode of perplexity, and those of the preset, if none were
@@ -321,6 +323,8 @@ SUITES = {
         texts=("pg19", "proofpile", "longbench", "commonsense"),
         required=("pg19", "proofpile", "longbench"),
         settings=tuple(name for name in SUITE_SETTINGS if name not in ("tasks", *RULER_SETTINGS)),
+        reach=8,
+        perplexity_only=True,
     ),
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
@@ -392,15 +396,16 @@ def make_plan(
     requested = tuple(sorted(set(config.lengths)))
     if requested:
         model.check_lengths(requested)
-        return EvalPlan(config, requested, requested, requested, context, True, texts)
+        if not suite.perplexity_only:
+            return EvalPlan(config, requested, requested, requested, context, True, texts)
     if model.train_length is None:
-        raise FarspanError(
-            f"the config of {model.name} does not give its train length; add --lengths"
-        )
-    reach = model.extended_length or 0
-    lengths = model.supported(doublings(model.train_length, max(2 * model.train_length, reach)))
+        way_out = "choose suites that take --lengths for all" if requested else "add --lengths"
+        raise FarspanError(f"the config of {model.name} does not give its train length; {way_out}")
+    train, reach = model.train_length, model.extended_length or 0
+    defaults = {*doublings(train, suite.reach * train), *doublings(train, max(train, reach))}
+    lengths = requested or model.supported(sorted(defaults))
     furthest = min(2 * reach, model.max_positions or 2 * reach)
     shortest = scored_documents(model.tokenizer).shortest_of(SCORED)
     grid = model.supported(grid_lengths(furthest, shortest, suite.grid))
     model.check_lengths((*lengths, *grid))
-    return EvalPlan(config, lengths, grid, (reach,), context, False, texts)
+    return EvalPlan(config, lengths, grid, (reach,), context, bool(requested), texts)

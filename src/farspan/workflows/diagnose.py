@@ -80,8 +80,7 @@ def diagnose(
     check_not_empty(sources, "a model")
     rule = rule or KneeRule()
     lengths = parse_lengths(lengths) or default_lengths(sources, train_length, trust_remote_code)
-    if min(lengths) < 2:
-        raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; use 2 or more")
+    _check_lengths(lengths)
     check_choice(bos)
     if out is not None:
         check_absent(Path(out))
@@ -124,6 +123,11 @@ def diagnose(
         }
         _write(Path(out), diagnoses, text_read, settings)
     return Diagnoses(diagnoses)
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if min(lengths) < 2:
+        raise FarspanError(f"a length of {min(lengths)} leaves nothing to predict; use 2 or more")
 
 
 def default_lengths(

@@ -430,7 +430,7 @@ class StudyTexts:
         """Refuse a text that has no document as long as the longest window to cut from it."""
         study, target = self.study, length * max(self.study.factors)
         needed = [("report", file, length * study.report_factor) for file in study.report]
-        for method in set(study.methods[model]) - {"none"}:
+        for method in filter("none".__ne__, study.methods[model]):
             names = method.partition(":")[0].split("+")
             config = method_config(study.extension, method)
             window, _ = search_windows(names, config, target, length)
