@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import farspan
 from families import VOCABULARY
 from farspan.attention import seam
 from farspan.attention.probe import probe
@@ -692,3 +694,24 @@ def test_searches_of_auto_start_from_the_best_uniform_scale(init, starts, monkey
     search = SearchConfig(steps=2, init=init)
     registry._fit_best(model, probe(model), job, ExtendConfig(search=search))
     assert seen == pytest.approx(starts)
+
+
+@pytest.mark.manual
+def test_the_quick_search_extends_nope_twin_in_minutes_and_keeps_its_passkeys(tmp_path):
+    """On two CPU cores without settings; judged on text and keys that the search never read."""
+    start = time.perf_counter()
+    farspan.extend("nope-twin", 1024, tmp_path / "patch", "headlog")
+    assert time.perf_counter() - start < 120
+    options = {"lengths": "512,1024", "baseline": "nope-twin", "preset": "full"}
+    text = farspan.evaluate(tmp_path / "patch", "perplexity", tmp_path / "text", **options)
+    loss = {
+        (name, score.length): math.log(score.value)
+        for name, scores in (("patch", text.scores), ("base", text.baseline_scores))
+        for score in scores
+        if score.metric == "ppl"
+    }
+    assert loss["patch", 512] - loss["base", 512] < 0.05
+    assert loss["patch", 1024] - loss["patch", 512] < 0.1
+    keys = farspan.evaluate(tmp_path / "patch", "passkey", tmp_path / "keys", **options)
+    retrieved = {score.length: score.value for score in keys.scores if score.metric == "passkey"}
+    assert min(retrieved.values()) >= 0.9
