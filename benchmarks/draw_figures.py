@@ -10,18 +10,21 @@ import io
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from farspan.attention.scales import Scales
 from farspan.diagnosis.curves import Curves
 from farspan.diagnosis.knees import KneeRule, smooth
 from farspan.diagnosis.result import Diagnosis
+from farspan.evals.scores import Score, wilson
 from farspan.files import read_json, write_bytes, write_text
 from farspan.lab.ranking import LabEntry, group_entries
 from farspan.lab.study import LabCell
@@ -31,11 +34,13 @@ from farspan.report.figures import (
     heads_by_layer,
     loss_and_entropy,
     method_losses,
+    passkey_heatmap,
     scale_against_entropy,
 )
 from farspan.report.hero import loss_and_retrieval
-from farspan.report.lab_figures import accuracy_by_length
+from farspan.report.lab_figures import accuracy_by_length, attention_distance
 from farspan.report.study_tables import study_report
+from farspan.report.style import COLORS, INK, STYLE, line_styles
 from farspan.workflows.lab import accuracy_panels, read_study
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -71,6 +76,63 @@ def swan_small() -> Figure:
     )
     figure.set_facecolor("white")  # for dark pages
     return figure
+
+
+def pretrained_small() -> Figure:
+    """Loss on books and passkeys by length, of every encoding as trained."""
+    lines = records("pretrained-small")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for line, style in zip(lines, line_styles(COLORS), strict=False):
+            for axes, values in ((left, line["loss"]["books_val"]), (right, line["passkeys"])):
+                lengths = list(map(int, values))
+                axes.plot(lengths, values.values(), lw=1.6, marker="o", ms=3.5, **style)
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("length (tokens)")
+            axes.set_xticks([256, 512, 1024, 2048, 4096], ["256", "512", "1K", "2K", "4K"])
+            axes.axvline(lines[0]["train_length"], color=INK, lw=0.8, ls="--", zorder=0)
+        left.set_ylim(3.2, 7.2)
+        left.set_title("loss on books (nats)", loc="left")
+        right.set_title("passkeys retrieved", loc="left")
+        right.yaxis.set_major_formatter(PercentFormatter(1))
+        names = [line["model"].removeprefix("small-") for line in lines]
+        figure.legend(left.lines[: len(lines)], names, loc="outside right center", fontsize=9)
+    return figure
+
+
+def passkeys_small() -> Figure:
+    """Passkeys by length and depth of 29M models."""
+    lines = records("passkeys-small")
+    models = {line["label"]: passkeys_at_depths(line) for line in lines}
+    return passkey_heatmap(models, lines[0]["train_length"])
+
+
+def passkeys_at_depths(line: dict[str, Any]) -> list[Score]:
+    """A score for each cell: the keys retrieved, at evenly spaced depths, as a share."""
+    return [
+        Score(
+            "passkey",
+            "passkey_at_depth",
+            int(length),
+            count / line["keys"],
+            *wilson(count, line["keys"])[1:],
+            line["keys"],
+            {"depth": depth, "trained_on_passkeys": line["trained_on_passkeys"]},
+        )
+        for length, counts in line["retrieved"].items()
+        for depth, count in zip(np.linspace(0, 1, len(counts)).tolist(), counts, strict=True)
+    ]
+
+
+def distance_small() -> Figure:
+    """The distance of attention between every two encodings."""
+    lines = records("distance-small")
+    models = list(dict.fromkeys(model for line in lines for model in line["models"]))
+    pairs = {tuple(map(models.index, line["models"])): SimpleNamespace(**line) for line in lines}
+    tokens = lines[0]["tokens"]
+    return attention_distance(SimpleNamespace(models=models, pairs=pairs, tokens=tokens))
 
 
 def diagnoses(group: str) -> list[Diagnosis]:
@@ -143,13 +205,13 @@ FIGURES = {
     "small-scale-entropy.png": lambda: scale_against_entropy(
         with_heads()["NoPE, headscale for 4×"]
     ),
+    "small-loss.png": pretrained_small,
+    "small-passkey.png": passkeys_small,
+    "small-distance.png": distance_small,
     "lab-grid.png": lab_grid,
 }
 # The curves of these runs were not kept; the command draws the figure when the run is repeated.
 WITHOUT_RECORDS = {
-    "small-loss.png": "python benchmarks/heldout.py",
-    "small-passkey.png": "farspan eval --suite passkey",
-    "small-distance.png": "farspan lab distance",
     "small-heads.png": "farspan lab distance",
     "report.png": "python tests/browser.py report.html FOLDER",  # a screenshot
 }

@@ -261,6 +261,29 @@ def heldout(source: str, label: str) -> Table:
     return [label, *map(str, marks(result["train_length"]))], rows
 
 
+def pretrained_losses(source: str) -> Table:
+    """Models as trained: the loss on books by length, their knee and passkeys."""
+    rows = []
+    for line in select(source):
+        knee = "none" if line["knee"] is None else f"{line['knee']:.0%}"
+        losses = (f"{loss:.2f}" for loss in line["loss"]["books_val"].values())
+        rows.append([line["label"], *losses, knee, slashes(line["passkeys"].values())])
+    first = select(source)[0]
+    lengths = "/".join(first["passkeys"])
+    return ["books_val", *first["loss"]["books_val"], "knee", f"passkeys at {lengths}"], rows
+
+
+def pretrained_texts(source: str) -> Table:
+    """Models as trained: the loss on the other texts, by length with slashes."""
+    lines, (_, *texts) = select(source), select(source)[0]["loss"]
+    rows = [
+        [line["model"], *(" / ".join(f"{x:.2f}" for x in line["loss"][t].values()) for t in texts)]
+        for line in lines
+    ]
+    lengths = " / ".join(lines[0]["loss"][texts[0]])
+    return [f"loss at {lengths}", *texts], rows
+
+
 def labeled_cells(source: str) -> list[Record]:
     """Cells of a study whose methods are named by their labels."""
     return [{**cell, "method": cell["label"]} for cell in select(source)]
@@ -415,6 +438,8 @@ TABLES = {
         twin_layers,
         twin_rotation,
         heldout,
+        pretrained_losses,
+        pretrained_texts,
         study_losses,
         study_heads,
         best_scale_law,

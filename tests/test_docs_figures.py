@@ -234,3 +234,19 @@ def test_the_mean_entropy_of_headscale_is_that_of_the_records(drawing):
 
 def _is_cell(cell: dict, method: str, factor: int) -> bool:
     return (cell["model"], cell["method"], cell["factor"]) == ("small-nope", method, factor)
+
+
+def test_records_that_were_copied_agree_with_their_tables(drawing, tables):
+    """Of passkeys the means over depths, of distances those over layers, before rounding."""
+    compared = (DOCS / "results" / "compared.md").read_text()
+    for line in drawing.records("passkeys-small"):
+        means = [sum(counts) / (10 * line["keys"]) for counts in line["retrieved"].values()]
+        row = "/".join(f"{mean:.2f}".removeprefix("0") for mean in means)
+        assert f"| {row} | {line['trained_on_passkeys']} |" in compared, line["label"]
+    heads = (DOCS / "results" / "heads.md").read_text()
+    pairs = [line for line in drawing.records("distance-small") if line["models"][0] == "NoPE"]
+    for kind, name in (("nearest", "nearest pair"), ("matched", "heads matched")):
+        (row,) = re.findall(rf"^\| {name}.*", heads, re.MULTILINE)
+        shown = [float(number) for number in re.findall(r"0\.\d+", row)]
+        means = [np.mean(line[kind]) for line in pairs]
+        assert means == pytest.approx(shown, abs=0.0055)
