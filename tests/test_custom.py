@@ -27,6 +27,7 @@ from farspan.lab import custom_tasks
 from farspan.lab import study as lab_study
 from farspan.lab.custom_tasks import CustomTask, SplitTask, load_custom_task
 from farspan.lab.fleet import Fleet
+from farspan.lab.networks import network_config
 from farspan.lab.released import read_examples
 from farspan.lab.study import (
     LabStudy,
@@ -34,11 +35,11 @@ from farspan.lab.study import (
     group_fleets,
     list_cells,
     make_task_data,
-    network_config,
 )
 from farspan.lab.tasks import TASKS, draw_examples
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model import FarspanForCausalLM
+from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
 from farspan.workflows.lab import estimate, read_study, run, summarize
 
@@ -669,23 +670,50 @@ def test_encodings_that_know_the_length_or_draw_train_separately(tmp_path):
     assert sizes == {"kerple": [4], "fire": [2, 2], "randomized": [1, 1, 1, 1]}
 
 
+PARAMETER = (
+    "    def __init__(self, c):\n        super().__init__(c)\n"
+    "        self.w = torch.nn.Parameter(torch.zeros(1))\n"
+)
 HEAD = "import torch\nfrom farspan.model.encodings import Encoding\nclass Mine(Encoding):\n"
+SCORES = HEAD + "    def scores(self, q, k, a, b): "
+EMBED = HEAD + "    def embed(self, x, p): "
+INIT = (
+    "    def __init__(self, c):\n        super().__init__(c)\n"
+    "        self.table = torch.nn.Parameter(torch.zeros(2, 2 * c.max_position_embeddings))\n"
+)
 BAD_ENCODINGS = {
     "its file defines no Mine": "class Other: pass",
     "no class of encodings; let it inherit from farspan.model.encodings": "class Mine: pass",
+    "defines no method that farspan calls; define embed, rotate or scores": HEAD
+    + "    def score(self, q, k, a, b): return (b - a[:, None]) * 1.0",
     r"failed in a trial run \(TypeError: .*takes 1 positional": HEAD
-    + "    def __init__(self): super().__init__(None)",
-    r"failed in a trial run \(RuntimeError": HEAD
-    + "    def scores(self, q, k, a, b): return torch.zeros(3, 5)",
-    r"failed in a trial run \(FarspanError: scores of Mine returned None": HEAD
-    + "    def scores(self, q, k, a, b): return None",
-    r"failed in a trial run \(ZeroDivisionError": HEAD + "    def embed(self, x, p): return 1 / 0",
-    "gives logits or gradients that are not finite": HEAD
-    + "    def scores(self, q, k, a, b): return (a[:, None] - b) * float('nan')",
-    "lets tokens see later tokens": HEAD
-    + "    def embed(self, x, p): return x + x.mean(1)[:, None]",
+    + "    def __init__(self): super().__init__(None)\n    embed = None",
+    r"failed in a trial run \(RuntimeError": SCORES + "return torch.zeros(3, 5)",
+    r"failed in a trial run \(FarspanError: scores of Mine returned None": SCORES + "return None",
+    r"\(FarspanError: rotate of Mine returned a Tensor; return queries and keys, two tensors": HEAD
+    + "    def rotate(self, q, k, a, b): return q",
+    r"failed in a trial run \(ZeroDivisionError": EMBED + "return 1 / 0",
+    r"failed in a trial run \(SystemExit: 3": EMBED + "raise SystemExit(3)",
+    r"failed in a trial run \(ValueError: boom\)": EMBED
+    + "\n        if self.training: raise ValueError('boom')\n        return x",
+    r"\(IndexError: .*\) with texts of up to 88 tokens; fix the code": SCORES
+    + "return torch.zeros(2, 45)[:, (a[:, None] - b).clamp(min=0)]",
+    "gives logits that are not finite in texts of 88 tokens": SCORES
+    + "return torch.sqrt(45.0 - (a[:, None] - b))",
+    "gives gradients that are not finite": HEAD
+    + PARAMETER
+    + "    def embed(self, x, p): return x + self.w.sqrt()",
+    "lets tokens see later tokens": EMBED + "return x + x.mean(1)[:, None]",
+    "gives a text other logits in a batch than by itself": EMBED + "return x - x.mean(0)",
+    "gives tokens other logits when more tokens follow, as padding does": SCORES
+    + "return (b - a[:, None]) / k.shape[2]",
+    "tested again; draw random numbers in training only, and set random = True": EMBED
+    + "return x + torch.rand_like(x)",
+    "trains on the same texts again; set random = True in the class": EMBED
+    + "return torch.nn.functional.dropout(x, 0.1, self.training)",
     r"failed in a trial run \(RuntimeError: vmap": HEAD
-    + "    def scores(self, q, k, a, b): return (a[:, None] - b) * q.sum().item()",
+    + PARAMETER
+    + "    def scores(self, q, k, a, b): return (b - a[:, None]) * self.w.item()",
     "gives other logits in a fleet of models, which may differ in parameters only": HEAD
     + "    def __init__(self, config): super().__init__(config); self.w = torch.randn(16)\n"
     + "    def embed(self, x, p): return x + self.w",
@@ -702,6 +730,31 @@ def test_bad_encodings_are_refused_before_training(tmp_path, message):
         run(recipe, [], tmp_path / "out", **TRUST)
     assert not (tmp_path / "out").exists()
     assert "\n" not in str(caught.value)
+
+
+def test_encoding_that_says_that_it_draws_is_tried(tmp_path):
+    """It may draw in training, and its places may depend on the number of tokens."""
+    code = EMBED.replace("    def", "    random = True\n    def")
+    code += "return x + (torch.rand_like(x) if self.training else x.shape[1] / 100)"
+    more = own_encoding(tmp_path, code, "Mine")
+    assert read_study(write_recipe(tmp_path, more, ("copy",), ("mine",)), **TRUST)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_encodings_of_the_protocol_pass_the_trial(tmp_path, name):
+    more = f'[custom_encodings]\nmine = "farspan.model.encodings:{BUILT_IN[name].__name__}"\n'
+    assert read_study(write_recipe(tmp_path, more, ("copy",), ("mine",)), **TRUST)
+
+
+def test_encoding_is_tried_at_the_lengths_of_each_task(tmp_path):
+    """A table twice as long as the train length fits copy, but not a shorter task tested longer."""
+    code = SCORES.replace("    def", INIT + "    def")
+    code += "return self.table[:, (a[:, None] - b).clamp(min=0)]"
+    more = own_encoding(tmp_path, code, "Mine")
+    more += "[train_lengths]\nparity = '1:2'\n[test_lengths]\nparity = '20:22'\n"
+    read_study(write_recipe(tmp_path, more, ("copy",), ("mine",)), **TRUST)
+    with pytest.raises(FarspanError, match="IndexError"):
+        read_study(write_recipe(tmp_path, more, ("copy", "parity"), ("mine",)), **TRUST)
 
 
 def test_encoding_is_not_run_without_trust(tmp_path):

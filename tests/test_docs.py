@@ -15,7 +15,8 @@ import pytest
 from farspan.data.documents import read_documents
 from farspan.lab.finetune import FinetuneConfig
 from farspan.lab.fleet_training import FleetPlan
-from farspan.lab.study import LabStudy, NetworkShape
+from farspan.lab.networks import NetworkShape
+from farspan.lab.study import LabStudy
 from farspan.methods.headscale import PASSKEYS, REPEATS, SearchConfig
 from farspan.methods.registry import ExtendConfig, read_extend_config
 

@@ -27,7 +27,7 @@ from farspan.lab.fleet_training import (
     draw_uniform,
     train_fleet,
 )
-from farspan.lab.study import ENCODINGS, ROTARY_FRACTIONS
+from farspan.lab.networks import ENCODINGS, ROTARY_FRACTIONS
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.train.optim import OptimizerConfig, make_optimizers, set_learning_rate
 

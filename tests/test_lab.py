@@ -27,6 +27,7 @@ from farspan.errors import FarspanError
 from farspan.lab import study as lab_study
 from farspan.lab.distance import BINS, attended_distance
 from farspan.lab.fleet import Fleet
+from farspan.lab.networks import ENCODINGS, NetworkShape, init_model, network_config
 from farspan.lab.ranking import (
     accuracy_table,
     count_learned,
@@ -43,16 +44,13 @@ from farspan.lab.scratchpad import MACHINES, parse_parts
 from farspan.lab.study import (
     LabCell,
     LabStudy,
-    NetworkShape,
     describe_cell,
     encode_examples,
     evaluate_fleet,
     fleet_plan,
     group_fleets,
-    init_model,
     list_cells,
     make_task_data,
-    network_config,
     parse_length_range,
 )
 from farspan.lab.tasks import TASKS, draw_examples, find_task
@@ -456,7 +454,7 @@ def test_paper_network_is_initialized_like_t5():
 
 def test_embeddings_are_as_large_as_the_positions_added_to_them():
     """Their deviation is 1; sinusoids are at most 1. Only one encoding rotates a part of a head."""
-    for encoding in lab_study.ENCODINGS:
+    for encoding in ENCODINGS:
         config = network_config(NetworkShape(1, 64, 4, 8), encoding, WordTokenizer(), 8, 16)
         assert config.initializer_range == 1 / 8
         assert config.initializer_range * config.embedding_scale == 1

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from farspan.lab.study import ENCODINGS, LabCell
+from farspan.lab.networks import ENCODINGS
+from farspan.lab.study import LabCell
 from farspan.lab.tasks import GROUPS, TASKS
 
 LEARNED_THRESHOLD = 0.95  # exact match in range from which a model has learned its task

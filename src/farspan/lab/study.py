@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 
 from farspan.cells import cell_key
 from farspan.custom_code import source_hash
-from farspan.errors import FarspanError, first_line, suggest
+from farspan.errors import FarspanError, suggest
 from farspan.lab.custom_tasks import (
     CustomTask,
     SplitTask,
@@ -30,8 +30,10 @@ from farspan.lab.custom_tasks import (
     is_code,
     load_custom_task,
 )
+from farspan.lab.encoding_trial import try_encoding
 from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
 from farspan.lab.fleet_training import FleetPlan
+from farspan.lab.networks import ENCODINGS, NetworkShape, init_model, network_config
 from farspan.lab.scratchpad import parse_parts, task_format
 from farspan.lab.tasks import (
     TASKS,
@@ -47,69 +49,15 @@ from farspan.lab.tasks import (
 )
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.lengths import parse_length_range
-from farspan.model.config import FarspanConfig
 from farspan.model.encodings import encoding_class
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
-from farspan.model.transformer import FarspanForCausalLM, zero_outputs
 
-ENCODINGS = {  # -> the network's position setting
-    "none": "none",
-    "t5": "t5",
-    "alibi": "alibi",
-    "rotary": "rope",
-    "rotary-quarter": "rope",
-    "sinusoidal": "sinusoidal",  # called APE in Kazemnejad 2023
-    "learned": "learned",  # rows beyond the train length stay untrained
-    "kerple": "kerple",
-    "fire": "fire",
-    "cope": "cope",
-    "randomized": "randomized",
-}
-# The rotated fraction of each head, if not all; Kazemnejad 2023's code trained this as rotary.
-ROTARY_FRACTIONS = {"rotary-quarter": 0.25}
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
 RESULT_FORMAT = 5  # version of a cell's result
 MAX_WORDS = 2**15  # token ids are 16-bit integers
 # Encodings whose parameters or tables depend on the lengths of their task.
 BY_LENGTH = ("learned", "fire", "randomized")
-
-
-@dataclass(frozen=True)
-class NetworkShape:
-    """The shape of a network, without its encoding."""
-
-    layers: int = 6
-    width: int = 256
-    heads: int = 8
-    ff: int = 1024
-    mlp: str = "relu"
-    dropout: float = 0.0
-    base_scale: float = 0.0  # multiplies q·k; 0: 1/√(head width)
-    zero_outputs: bool = True  # initialize the output projections of each layer with zeros
-    rate: float = 1.0  # multiplies the study's learning rates
-
-    def check(self, size: str) -> None:
-        """Raise an error for a network that cannot be built or trained."""
-        for name in ("layers", "width", "heads", "ff"):
-            if getattr(self, name) < 1:
-                raise FarspanError(
-                    f"sizes.{size}.{name} is {getattr(self, name)}; set it to 1 or more"
-                )
-        if self.width % self.heads:
-            raise FarspanError(
-                f"sizes.{size} has width {self.width}, which {self.heads} heads do not divide; "
-                "choose a multiple"
-            )
-        if not 0 <= self.dropout < 1:
-            raise FarspanError(
-                f"sizes.{size}.dropout is {self.dropout:g}; set it to a fraction from 0 to below 1"
-            )
-        if not (0 <= self.base_scale < math.inf and 0 < self.rate < math.inf):
-            raise FarspanError(
-                f"sizes.{size} has base_scale {self.base_scale:g} and rate {self.rate:g}; set rate "
-                "above 0, and base_scale above 0, or to 0 for 1/√(head width)"
-            )
 
 
 @dataclass(frozen=True)
@@ -185,10 +133,22 @@ class LabStudy:
                     f"sizes.{size} cannot be built with {encoding}: {error}"
                 ) from None
             if encoding in self.custom_encodings:
-                reference = self.custom_encodings[encoding]
-                encoding_class(encoding, self.custom_encodings)
-                version = source_hash(reference, f"custom_encodings.{encoding}")
-                _try_encoding(encoding, reference, shape, version)
+                self._try_encoding(encoding, shape)
+
+    def _try_encoding(self, encoding: str, shape: NetworkShape) -> None:
+        """Run an encoding of the study's own on its longest rows, and on the least trained ones."""
+        reference = self.custom_encodings[encoding]
+        encoding_class(encoding, self.custom_encodings)
+        version = source_hash(reference, f"custom_encodings.{encoding}")
+        lengths = [
+            _row_lengths(self, task, scratchpad)
+            for task in self.tasks
+            for scratchpad in self.formats(task)
+        ]
+        longest = max(lengths, key=lambda pair: pair[1])
+        least_trained = max(lengths, key=lambda pair: pair[1] / pair[0])
+        for pair in {longest, least_trained}:
+            try_encoding(encoding, reference, shape, version, pair)
 
     def _check_tasks(self) -> None:
         for task in self.tasks:
@@ -425,7 +385,13 @@ def encode_examples(examples: Sequence[Example], tokenizer: WordTokenizer) -> Ro
 
 def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer) -> int:
     """The longest training row in tokens, estimated from examples of the longest length."""
-    task, (low, high) = study.task(name), study.ranges(name)[0]
+    return _longest_row(study, name, scratchpad, tokenizer, study.ranges(name)[0])
+
+
+def _longest_row(
+    study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer, lengths: Range
+) -> int:
+    task, (low, high) = study.task(name), lengths
     longest = max((length for length in range(low, high + 1) if task.count(length)), default=high)
     count = int(min(LENGTH_SAMPLE, max(1, task.count(longest))))
     examples = draw_examples(
@@ -434,76 +400,16 @@ def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordToke
     return int(encode_examples(examples, tokenizer).stop.max())
 
 
-# Models.
-
-
-def network_config(
-    shape: NetworkShape,
-    encoding: str,
-    tokenizer: WordTokenizer,
-    train_length: int,
-    reach: int,
-    custom_encodings: Mapping[str, str] | None = None,
-) -> FarspanConfig:
-    """The network of an encoding. Learned positions have `reach` rows, trained or not."""
-    own = {name: code for name, code in (custom_encodings or {}).items() if name == encoding}
-    return FarspanConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.width,
-        intermediate_size=shape.ff,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=train_length,
-        position_table=reach,
-        position=encoding if own else ENCODINGS[encoding],
-        rotary_fraction=ROTARY_FRACTIONS.get(encoding, 1.0),
-        base_scale=shape.base_scale or None,
-        mlp=shape.mlp,
-        dropout=shape.dropout,
-        # Token embeddings start as large as the sinusoidal positions added to them, and logits
-        # about as large.
-        initializer_range=shape.width**-0.5,
-        embedding_scale=shape.width**0.5,
-        pad_token_id=tokenizer.pad,
-        bos_token_id=tokenizer.begin,
-        eos_token_id=tokenizer.end,
-        custom_encodings=own,
+def _row_lengths(study: LabStudy, name: str, scratchpad: str) -> tuple[int, int]:
+    """The longest training row and the padded width of all rows of a task in tokens, estimated."""
+    train, test = (
+        _longest_row(study, name, scratchpad, study.tokenizer, lengths)
+        for lengths in study.ranges(name)
     )
+    return train, padded_width(max(train, test))
 
 
-@lru_cache(maxsize=64)
-def _try_encoding(name: str, reference: str, shape: NetworkShape, version: str) -> None:
-    """Run an encoding of the user's own once, by itself and in a fleet, before anything is trained.
-
-    `version` is a hash of its file, so that a changed file is tried again."""
-    del version
-    small = replace(shape, layers=1, ff=8, dropout=0.0, zero_outputs=False)
-    try:
-        config = network_config(small, name, WordTokenizer(), 8, 16, {name: reference})
-        models = [init_model(config, seed, zero_output_weights=False).eval() for seed in (0, 1)]
-        ids = torch.arange(4, 13).repeat(2, 2, 1)  # [models, texts, tokens]
-        changed = ids.clone()
-        changed[..., -1] += 1
-        with torch.no_grad():
-            single = torch.stack([model(ids[0]).logits for model in models])
-            other = models[0](changed[0]).logits
-        fleet = Fleet(models)
-        logits = fleet.logits(ids)
-        (gradient,) = torch.autograd.grad(logits.square().sum(), fleet.weights)
-    except Exception as error:  # whatever the code raises
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise FarspanError(
-            f"custom_encodings.{name} ({reference}) failed in a trial run ({reason}); fix the code"
-        ) from error
-    problem = None
-    if not (single.isfinite().all() and gradient.isfinite().all()):
-        problem = "gives logits or gradients that are not finite"
-    elif not torch.allclose(single[0, :, :-1], other[:, :-1], atol=1e-5):
-        problem = "lets tokens see later tokens"
-    elif not torch.allclose(single, logits, atol=1e-3):
-        problem = "gives other logits in a fleet of models, which may differ in parameters only"
-    if problem:
-        raise FarspanError(f"custom_encodings.{name} ({reference}) {problem}; fix the code")
+# Models.
 
 
 def make_fleet(
@@ -525,24 +431,6 @@ def make_fleet(
         if cell.seed not in models:
             models[cell.seed] = init_model(config, cell.seed, study.sizes[cell.size].zero_outputs)
     return Fleet([models[cell.seed] for cell in cells], device)
-
-
-def init_model(config: FarspanConfig, seed: int, zero_output_weights: bool) -> FarspanForCausalLM:
-    """An untrained model, initialized like T5: every matrix by the number of its inputs.
-
-    Initial scores have the same size for every `base_scale`: T5 needs no 1/√d because its queries
-    start that much smaller. Otherwise attention starts on single tokens and stays there.
-    """
-    torch.manual_seed(seed)
-    model = FarspanForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("q_proj.weight"):
-            parameter.data *= config.head_dim**-0.5 / config.base_scale
-        if name.endswith("down_proj.weight"):
-            parameter.data *= (config.hidden_size / config.intermediate_size) ** 0.5
-    if zero_output_weights:
-        zero_outputs(model)
-    return model
 
 
 def group_fleets(

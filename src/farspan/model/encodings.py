@@ -77,6 +77,17 @@ def adds_scores(kind: str, custom: Mapping[str, str]) -> bool:
     return cls is not None and cls.scores is not Encoding.scores
 
 
+def rotate_by(encoding: Encoding, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys as an encoding rotates them, at the positions of the keys."""
+    rotated: Any = encoding.rotate(q, k, positions[:, -q.shape[2] :], positions)
+    if not isinstance(rotated, tuple | list) or len(rotated) != 2:
+        raise FarspanError(
+            f"rotate of {type(encoding).__name__} returned a {type(rotated).__name__}; return "
+            "queries and keys, two tensors"
+        )
+    return rotated[0], rotated[1]
+
+
 @dataclass(frozen=True, eq=False)
 class PlacedEncoding:
     """An encoding's term of the scores with the cache slots of one call's queries and keys."""

@@ -29,7 +29,13 @@ from farspan.custom_code import source_code
 from farspan.errors import FarspanError
 from farspan.model import attend as biased_attention
 from farspan.model.config import FULL, SLIDING, FarspanConfig
-from farspan.model.encodings import Encoding, PlacedEncoding, adds_scores, build_position
+from farspan.model.encodings import (
+    Encoding,
+    PlacedEncoding,
+    adds_scores,
+    build_position,
+    rotate_by,
+)
 from farspan.model.positions import (
     AlibiBias,
     PlacedBias,
@@ -100,7 +106,7 @@ class FarspanAttention(nn.Module):
             q, k = rotate(q, k, angles)
         if rotation is not None:
             encoding, positions = rotation
-            q, k = encoding.rotate(q, k, positions[:, -q.shape[2] :], positions)
+            q, k = rotate_by(encoding, q, k, positions)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         if bias is not None:

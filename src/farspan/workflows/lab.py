@@ -31,6 +31,7 @@ from farspan.files import new_folder, write_text
 from farspan.lab.custom_tasks import resolve_file
 from farspan.lab.fleet import Fleet
 from farspan.lab.fleet_training import train_fleet
+from farspan.lab.networks import network_config
 from farspan.lab.ranking import (
     LabEntry,
     Rank,
@@ -56,7 +57,6 @@ from farspan.lab.study import (
     longest_row,
     make_fleet,
     make_task_data,
-    network_config,
     parse_length_range,
 )
 from farspan.lab.tasks import LabTask, draw_examples, find_task
