@@ -386,6 +386,9 @@ BAD_FUNCTIONS = {
     r"failed at length 4 \(ZeroDivisionError: .*; fix the function": (
         "def make(length, rng): return 1 / 0"
     ),
+    r"failed at length 4 \(SystemExit: bye\); fix the function": (
+        "def make(length, rng): raise SystemExit('bye')"
+    ),
     r"failed at length 4 \(TypeError": "def make(length): return 'a', 'b'",
     r"returned 'a b' \(str\) at length 4; return the input and the target": (
         "def make(length, rng): return 'a b'"
@@ -718,6 +721,7 @@ BAD_ENCODINGS = {
     + "    def __init__(self, config): super().__init__(config); self.w = torch.randn(16)\n"
     + "    def embed(self, x, p): return x + self.w",
     r"cannot be imported \(NameError": "boom",
+    r"cannot be imported \(SystemExit: 3": "raise SystemExit(3)",
 }
 
 

@@ -135,7 +135,7 @@ def _run(source: str, content: bytes | None, reference: str, key: str) -> Module
         sys.modules[name] = module  # pickle and dataclasses look classes up there
         exec(compile(content, source, "exec"), module.__dict__)
         return module
-    except Exception as error:  # whatever the code raises
+    except (Exception, SystemExit) as error:  # whatever the code raises
         raise FarspanError(
             f"{key} is {reference!r}, which cannot be imported ({type(error).__name__}: "
             f"{first_line(error)}); fix the code"

@@ -176,7 +176,7 @@ def _call(
 ) -> Example | None:
     try:
         result = function(length, rng)
-    except Exception as error:  # whatever the code raises
+    except (Exception, SystemExit) as error:  # whatever the code raises
         raise FarspanError(
             f"{reference} failed at length {length} ({type(error).__name__}: {first_line(error)}); "
             "fix the function"
