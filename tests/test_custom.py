@@ -309,6 +309,10 @@ BAD_FILES = {
     "line 1 has the target 7; write text": [{**ROW, "target": 7}],
     "line 1 has the input ' '; write text": [{**ROW, "input": " "}],
     "line 2 has the input of an earlier line and another target": [ROW, {**ROW, "target": "c"}],
+    r"line 2 has the target 'a \\ud800' with half of a surrogate pair, which is no character": [
+        ROW,
+        {**ROW, "input": "b", "target": "a \ud800"},
+    ],
     "has no examples; write one JSON object a line": [],
 }
 
@@ -408,6 +412,18 @@ BAD_FUNCTIONS = {
     ),
     r"mine has only 1\d distinct examples of 4 units, and 1\d are needed; draw fewer": (
         "def make(length, rng): return ' '.join(map(str, rng.integers(2, size=4))), '1'"
+    ),
+    "gave two examples of length 4 for equal generators; take all randomness": (
+        "import random\ndef make(length, rng):\n"
+        "    return ' '.join(random.choices('0123', k=length)), '1'"
+    ),
+    "gave two examples of length 4 for equal generators; .* keep nothing between calls": (
+        "calls = []\ndef make(length, rng):\n    calls.append(length)\n"
+        "    return ' '.join(map(str, rng.integers(2, size=length))), str(len(calls) % 10)"
+    ),
+    r"gave the input '. . . .' two targets at length 4; let the input decide the target": (
+        "def make(length, rng):\n    bits = rng.integers(2, size=length + 1)\n"
+        "    return ' '.join(map(str, bits[1:])), str(bits[0])"
     ),
     "which is empty; write the code there": "",
 }

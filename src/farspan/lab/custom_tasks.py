@@ -5,6 +5,7 @@ A recipe describes one in `[custom_tasks.NAME]`. It becomes a `LabTask` like the
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
@@ -32,6 +33,7 @@ from farspan.lengths import parse_length_range
 
 SPLITS = ("train", "validation", "test")  # of a folder, as NAME.jsonl
 MANY = 1000  # distinct examples of a length from which on they count as unlimited
+DRAWN_TWICE = 20  # distinct examples of a length that are drawn again
 
 
 @dataclass(frozen=True)
@@ -197,17 +199,30 @@ def _call(
 def _count_distinct(
     name: str, function: Callable[..., object], reference: str, length: int
 ) -> float:
-    """The number of distinct examples of a length, by drawing until no new ones appear."""
+    """The number of distinct examples of a length, by drawing until no new ones appear.
+
+    The first of them are drawn twice, to see whether the generator alone decides them.
+    """
     rng = np.random.default_rng((zlib.crc32(name.encode()), length))
-    distinct: set[str] = set()
+    targets: dict[str, str] = {}
     repeats = 0
-    while len(distinct) < MANY and repeats <= 100 + 20 * len(distinct):
+    while len(targets) < MANY and repeats <= 100 + 20 * len(targets):
+        same_rng = copy.deepcopy(rng) if len(targets) < DRAWN_TWICE else None
         example = _call(function, reference, length, rng)
+        if same_rng is not None and _call(function, reference, length, same_rng) != example:
+            raise FarspanError(
+                f"{reference} gave two examples of length {length} for equal generators; take all "
+                "randomness from the generator, and keep nothing between calls"
+            )
         if example is None:
             return 0
-        repeats = repeats + 1 if example.input in distinct else 0
-        distinct.add(example.input)
-    return math.inf if len(distinct) >= MANY else len(distinct)
+        repeats = repeats + 1 if example.input in targets else 0
+        if targets.setdefault(example.input, example.target) != example.target:
+            raise FarspanError(
+                f"{reference} gave the input {example.input[:60]!r} two targets at length "
+                f"{length}; let the input decide the target"
+            )
+    return math.inf if len(targets) >= MANY else len(targets)
 
 
 # Files.

@@ -66,6 +66,11 @@ def _read_example(row: Row, bits: bool, place: str) -> Example:
     for field, part in zip(("input", "target"), text, strict=True):
         if not isinstance(part, str) or not part.split():
             raise CorruptError(f"{place} has the {field} {part!r}; write text of one or more words")
+        if any("\ud800" <= character <= "\udfff" for character in part):
+            raise CorruptError(
+                f"{place} has the {field} {part[:60]!r} with half of a surrogate pair, which is no "
+                "character; write whole characters"
+            )
     question, target = (" ".join(part.split()) for part in text)
     return Example(question, target, length)
 
