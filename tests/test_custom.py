@@ -41,7 +41,7 @@ from farspan.lab.tokenizer import WordTokenizer
 from farspan.model import FarspanForCausalLM
 from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
-from farspan.workflows.lab import estimate, read_study, run, summarize
+from farspan.workflows.lab import dump, estimate, read_study, run, summarize
 
 DOCS = (Path(__file__).parent.parent / "docs" / "lab.md").read_text()
 TRUST = {"trust_remote_code": True}
@@ -785,6 +785,17 @@ def test_encoding_is_not_run_without_trust(tmp_path):
         read_study(recipe, ['custom_encodings={fire = "mine.py:Turn"}'], **TRUST)
     with pytest.raises(FarspanError, match="encoding 'mne' is unknown; did you mean mine"):
         read_study(recipe, ['encodings=["mne"]'], **TRUST)
+    with pytest.raises(FarspanError, match="'rope' is unknown; did you mean rotary"):
+        read_study(recipe, ['encodings=["rope"]'], **TRUST)
+
+
+def test_unknown_tasks_of_a_recipe_are_suggested(tmp_path):
+    write_lines(tmp_path / "mine.jsonl", parity_rows())
+    recipe = write_recipe(tmp_path, LINES)
+    with pytest.raises(FarspanError, match="is a recipe; name one of its tasks, as .*:TASK"):
+        next(dump(recipe, 1, "", 0))
+    with pytest.raises(FarspanError, match="task 'mne' is unknown; did you mean mine"):
+        next(dump(f"{recipe}:mne", 1, "", 0))
 
 
 def test_code_of_an_installed_module():

@@ -12,8 +12,10 @@ import torch
 
 import farspan
 from farspan import cli
+from farspan.custom_code import import_code
 from farspan.errors import FarspanError
 from farspan.lab import finetune as lab_finetuning
+from farspan.lab.custom_tasks import CustomTask, load_custom_task
 from farspan.lab.finetune import (
     AnswerLoss,
     FinetuneConfig,
@@ -29,6 +31,7 @@ from farspan.workflows import lab_finetune
 from farspan.workflows.lab_finetune import finetune
 
 CONFIG = FinetuneConfig("tiny", "parity", "1:4", "5:6", train_examples=20, test_examples=8, batch=6)
+PARITY = find_task("parity")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def test_rows_are_input_line_break_target_and_end(tokenizer):
 
 
 def test_examples_of_the_splits_are_disjoint_and_of_their_lengths(tokenizer):
-    data = make_text_data(CONFIG, tokenizer)
+    data = make_text_data(CONFIG, PARITY, tokenizer)
     texts = [
         {tokenizer.decode(ids[:start]) for ids, start in zip(rows.ids, rows.start, strict=True)}
         for rows in (data.train, data.held_out, data.beyond)
@@ -77,7 +80,7 @@ def test_examples_of_the_splits_are_disjoint_and_of_their_lengths(tokenizer):
 
 @torch.no_grad()
 def test_loss_counts_the_answers_only(tiny, tokenizer):
-    model, rows = farspan.load(tiny).model, make_text_data(CONFIG, tokenizer).train
+    model, rows = farspan.load(tiny).model, make_text_data(CONFIG, PARITY, tokenizer).train
     batch = draw_batch(rows, CONFIG, 3)
     assert torch.equal(batch, draw_batch(rows, CONFIG, 3))
     assert not torch.equal(batch, draw_batch(rows, CONFIG, 4))
@@ -202,6 +205,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer):
         (["nope-twin", "copy", "stpes=2"], "stpes"),
         (["nope-twin", "scan", "test_lengths=50:60"], "scan has no example of 50 to 60 actions"),
         (["nope-twni", "copy"], "nope-twni"),
+        (["nope-twin", "my.toml"], "my.toml is a recipe; name one of its tasks, as my.toml:TASK"),
     ],
 )
 def test_invalid_usage_is_one_sentence(capsys, monkeypatch, tmp_path, arguments, message):
@@ -216,6 +220,78 @@ def test_invalid_usage_is_one_sentence(capsys, monkeypatch, tmp_path, arguments,
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+RECIPE = """
+tasks = ["mine"]
+encodings = ["back"]
+[custom_tasks.mine]
+file = "mine.py:make"
+train_lengths = "1:4"
+test_lengths = "5:6"
+[custom_encodings]
+back = "mine.py:Back"
+"""
+CODE = """
+from farspan.model.encodings import Encoding
+
+class Back(Encoding):
+    def scores(self, q, k, q_positions, k_positions):
+        return (k_positions - q_positions[:, None]) * 0.5
+
+def make(length, rng):
+    bits = rng.integers(2, size=length)
+    return " ".join(map(str, bits)), str(bits.sum() % 2)
+"""
+
+
+@pytest.fixture
+def own_task(tmp_path) -> str:
+    (tmp_path / "my.toml").write_text(RECIPE)
+    (tmp_path / "mine.py").write_text(CODE)
+    return f"{tmp_path / 'my.toml'}:mine"
+
+
+@pytest.mark.long
+def test_own_task_and_model_with_its_own_encoding_need_trust(
+    own_task, tokenizer, tmp_path, no_figures
+):
+    reference = f"{tmp_path / 'mine.py'}:Back"
+    import_code(reference, "encoding", trust_remote_code=True)
+    config = FarspanConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        position="back",
+        custom_encodings={"back": reference},
+    )
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    model, out = str(tmp_path / "model"), tmp_path / "run"
+    settings = ["steps=2", "batch=4", "train_examples=20", "test_examples=6"]
+    for task in (own_task, "parity"):
+        with pytest.raises(FarspanError, match="runs Python code .* add --trust-remote-code"):
+            finetune(model, task, settings, out)
+    result = finetune(model, own_task, settings, out, trust_remote_code=True)
+    assert set(result.beyond) == {"5", "6"}
+    (tmp_path / "mine.py").write_text(CODE + "# changed\n")
+    with pytest.raises(FarspanError, match="holds another run: task_sha256 is"):
+        finetune(model, own_task, settings, out, trust_remote_code=True)
+
+
+def test_splits_of_a_folder_are_used_as_they_are(tmp_path, tokenizer):
+    for number, split in enumerate(("train", "validation", "test")):
+        rows = [{"input": f"{number} {n}", "target": "a", "length": 1 + n % 3} for n in range(6)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    task = load_custom_task("mine", CustomTask(str(tmp_path)))
+    config = replace(CONFIG, train_lengths="1:3", test_lengths="1:3")
+    data = make_text_data(config, task, tokenizer)
+    for number, rows in enumerate((data.train, data.held_out, data.beyond)):
+        assert all(tokenizer.decode(ids).startswith(str(number)) for ids in rows.ids)
+
+
 @pytest.mark.parametrize(
     ("name", "least"),
     [("train_examples", 1), ("test_examples", 2), ("steps", 1), ("batch", 1), ("seed", 0)],
@@ -228,25 +304,25 @@ def test_numbers_are_taken_from_the_least_one_on(name, least):
 
 def test_ranges_need_one_length_of_the_released_data():
     """Of PCFG SET, which has examples of 32 functions and none of 31, 33 or 34."""
-    config = replace(CONFIG, task="pcfg", train_lengths="31:32", even_lengths=False)
-    assert config.ranges()[0] == (31, 32)
+    config = replace(CONFIG, train_lengths="31:32", even_lengths=False)
+    config.check_task(find_task("pcfg"))
     with pytest.raises(FarspanError, match="have no example of 33 to 34 functions"):
-        replace(config, train_lengths="33:34")
+        replace(config, train_lengths="33:34").check_task(find_task("pcfg"))
 
 
 def test_ranges_without_an_example_are_refused():
     """Commands of SCAN have 22 or 24 actions, and none has 23."""
     for lengths in ("22:23", "23:24"):
-        assert replace(CONFIG, task="scan", train_lengths=lengths)
+        replace(CONFIG, train_lengths=lengths).check_task(find_task("scan"))
     with pytest.raises(FarspanError, match="scan has no example of 23 to 23 actions"):
-        replace(CONFIG, task="scan", train_lengths="23:23")
+        replace(CONFIG, train_lengths="23:23").check_task(find_task("scan"))
 
 
 def test_too_few_examples_to_hold_some_out_are_refused(tokenizer):
     """There are two bits, and both are trained on."""
     with pytest.raises(FarspanError, match="parity has too few examples of these lengths"):
-        make_text_data(replace(CONFIG, train_lengths="1:1"), tokenizer)
+        make_text_data(replace(CONFIG, train_lengths="1:1"), PARITY, tokenizer)
 
 
 def test_ranges_default_to_those_of_the_task():
-    assert replace(CONFIG, train_lengths="", test_lengths="").ranges() == ((1, 8), (9, 16))
+    assert replace(CONFIG, train_lengths="", test_lengths="").ranges(PARITY) == ((1, 8), (9, 16))

@@ -179,7 +179,7 @@ def dump_command(
 @app.command("finetune", cls=Command)
 def finetune_command(
     model: Model,
-    task: Annotated[str, typer.Argument(metavar="TASK", help=f"{TASK_NAMES}.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -192,6 +192,7 @@ def finetune_command(
         Path | None, out_option("Results folder.", show_default="runs/MODEL-TASK")
     ] = None,
     device: Device = None,
+    trust_remote_code: TrustLabCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a pretrained model on a task, and test it at unseen lengths.
@@ -202,7 +203,15 @@ def finetune_command(
     from farspan.workflows.lab_finetune import finetune
 
     with bars() as progress:
-        result = finetune(model, task, overrides or [], out, device=device, progress=progress)
+        result = finetune(
+            model,
+            task,
+            overrides or [],
+            out,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
     show_finetune(result, as_json)
 
 

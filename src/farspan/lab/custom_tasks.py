@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from farspan.custom_code import (
 from farspan.errors import FarspanError, first_line
 from farspan.files import sha256_of
 from farspan.lab.released import read_examples
-from farspan.lab.tasks import Example, LabTask, Range, Splits
+from farspan.lab.tasks import Example, LabTask, Range, Splits, make_splits
 from farspan.lab.tokenizer import SPECIAL_TOKENS, WordTokenizer
 from farspan.lengths import parse_length_range
 
@@ -65,6 +66,22 @@ class SplitTask(LabTask):
             select(self.splits.held_out, train, test_n),
             select(self.splits.beyond, test, test_n),
         )
+
+
+def split_examples(
+    task: LabTask,
+    train_n: int,
+    test_n: int,
+    seed: int,
+    *,
+    train: Range,
+    test: Range,
+    **options: Any,
+) -> Splits:
+    """The splits of a task: its own, or drawn ones. `options` are those of `make_splits`."""
+    if isinstance(task, SplitTask):
+        return task.take(train, test, train_n, test_n)
+    return make_splits(task, train_n, test_n, seed, train=train, test=test, **options)
 
 
 def resolve_file(file: str, folder: Path, key: str, *, trust_remote_code: bool) -> str:

@@ -20,15 +20,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.seam import eval_mode
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
+from farspan.lab.custom_tasks import split_examples
 from farspan.lab.fleet import MAX_LOGITS, Rows
 from farspan.lab.scratchpad import parse_parts
 from farspan.lab.study import TaskData, parse_length_range
 from farspan.lab.tasks import (
     Example,
+    LabTask,
     Range,
-    find_task,
     length_weights,
-    make_splits,
     no_examples,
 )
 from farspan.train.loop import StepCallback, TrainPlan, TrainResult, train
@@ -58,14 +58,9 @@ class FinetuneConfig:
     warmup: int = 50
     weight_decay: float = 0.05
     seed: int = 0  # of the examples and their order
+    task_sha256: str = ""  # of a recipe's own task
 
     def __post_init__(self):
-        parse_parts(self.scratchpad, find_task(self.task).name)
-        task = find_task(self.task)
-        for low, high in self.ranges():
-            if not any(map(task.count, range(low, high + 1))):
-                raise FarspanError(no_examples(task, (low, high)))
-            length_weights(task, range(low, high + 1), self.even_lengths)
         minima = {"train_examples": 1, "test_examples": 2, "steps": 1, "batch": 1, "seed": 0}
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
@@ -74,9 +69,16 @@ class FinetuneConfig:
             raise FarspanError(f"lr is {self.lr:g}; choose a learning rate above 0")
         self.optimization()
 
-    def ranges(self) -> tuple[Range, Range]:
+    def check_task(self, task: LabTask) -> None:
+        """Raise an error if the task lacks these lengths or this scratchpad."""
+        parse_parts(self.scratchpad, task.name)
+        for low, high in self.ranges(task):
+            if not any(map(task.count, range(low, high + 1))):
+                raise FarspanError(no_examples(task, (low, high)))
+            length_weights(task, range(low, high + 1), self.even_lengths)
+
+    def ranges(self, task: LabTask) -> tuple[Range, Range]:
         """The lengths to train on and to test on."""
-        task = find_task(self.task)
         return (
             parse_length_range(self.train_lengths) if self.train_lengths else task.train,
             parse_length_range(self.test_lengths) if self.test_lengths else task.test,
@@ -93,10 +95,12 @@ class FinetuneConfig:
         )
 
 
-def make_text_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> TaskData:
+def make_text_data(
+    config: FinetuneConfig, task: LabTask, tokenizer: PreTrainedTokenizerBase
+) -> TaskData:
     """The examples of the task as rows of the model's tokens."""
-    task, (train_range, test_range) = find_task(config.task), config.ranges()
-    splits = make_splits(
+    train_range, test_range = config.ranges(task)
+    splits = split_examples(
         task,
         config.train_examples,
         config.test_examples,
@@ -106,9 +110,9 @@ def make_text_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -
         scratchpad=config.scratchpad,
         even_lengths=config.even_lengths,
     )
-    if not (splits.held_out and splits.beyond):
+    if not all(splits):
         raise FarspanError(
-            f"{config.task} has too few examples of these lengths to train, hold some out and "
+            f"{task.name} has too few examples of these lengths to train, hold some out and "
             "test; choose more lengths"
         )
     weights = length_weights(task, {e.length for e in splits.train}, config.even_lengths)

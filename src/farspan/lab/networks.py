@@ -26,6 +26,7 @@ ENCODINGS = {  # -> the network's position setting
     "cope": "cope",
     "randomized": "randomized",
 }
+OTHER_NAMES = {"rope": "rotary", "ape": "sinusoidal", "nope": "none"}
 # The rotated fraction of each head, if not all; Kazemnejad 2023's code trained this as rotary.
 ROTARY_FRACTIONS = {"rotary-quarter": 0.25}
 

@@ -24,16 +24,16 @@ from farspan.custom_code import source_hash
 from farspan.errors import FarspanError, suggest
 from farspan.lab.custom_tasks import (
     CustomTask,
-    SplitTask,
     check_name,
     custom_task_hash,
     is_code,
     load_custom_task,
+    split_examples,
 )
 from farspan.lab.encoding_trial import try_encoding
 from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
 from farspan.lab.fleet_training import FleetPlan
-from farspan.lab.networks import ENCODINGS, NetworkShape, init_model, network_config
+from farspan.lab.networks import ENCODINGS, OTHER_NAMES, NetworkShape, init_model, network_config
 from farspan.lab.scratchpad import parse_parts, task_format
 from farspan.lab.tasks import (
     TASKS,
@@ -44,7 +44,6 @@ from farspan.lab.tasks import (
     draw_examples,
     find_task,
     length_weights,
-    make_splits,
     no_examples,
 )
 from farspan.lab.tokenizer import WordTokenizer
@@ -124,7 +123,8 @@ class LabStudy:
         known = (*ENCODINGS, *self.custom_encodings)
         for encoding in self.encodings:
             if encoding not in known:
-                raise FarspanError(f"encoding {encoding!r} is unknown; {suggest(encoding, known)}")
+                meant = OTHER_NAMES.get(encoding.lower(), encoding)
+                raise FarspanError(f"encoding {encoding!r} is unknown; {suggest(meant, known)}")
         for (size, shape), encoding in itertools.product(self.sizes.items(), self.encodings):
             try:
                 network_config(shape, encoding, WordTokenizer(), 8, 8, self.custom_encodings)
@@ -177,7 +177,7 @@ class LabStudy:
         """The task of that name, built-in or the recipe's own."""
         if name in self.custom_tasks:
             return load_custom_task(name, self.custom_tasks[name])
-        return find_task(name)
+        return find_task(name, self.custom_tasks)
 
     def custom_code(self) -> dict[str, str]:
         """The Python code that the recipe names, by key."""
@@ -326,18 +326,15 @@ def make_task_data(
 ) -> TaskData:
     task, (train, test) = study.task(name), study.ranges(name)
     counts = study.train_examples, study.test_examples
-    if isinstance(task, SplitTask):
-        splits = task.take(train, test, *counts)
-    else:
-        splits = make_splits(
-            task,
-            *counts,
-            study.data_seed,
-            train=train,
-            test=test,
-            scratchpad=scratchpad,
-            even_lengths=study.even_lengths,
-        )
+    splits = split_examples(
+        task,
+        *counts,
+        study.data_seed,
+        train=train,
+        test=test,
+        scratchpad=scratchpad,
+        even_lengths=study.even_lengths,
+    )
     if not splits.train:
         raise FarspanError(no_examples(task, train))
     weights = length_weights(task, {e.length for e in splits.train}, study.even_lengths)

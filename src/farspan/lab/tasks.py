@@ -463,11 +463,11 @@ TASKS: dict[str, LabTask] = {
 }
 
 
-def find_task(name: str) -> LabTask:
-    """The task of that name; the error for an unknown name suggests the nearest."""
+def find_task(name: str, others: Iterable[str] = ()) -> LabTask:
+    """The task of that name; the error for an unknown name suggests the nearest one."""
     if name in TASKS:
         return TASKS[name]
-    raise FarspanError(f"task {name!r} is unknown; {suggest(name, TASKS)}")
+    raise FarspanError(f"task {name!r} is unknown; {suggest(name, (*others, *TASKS))}")
 
 
 class Splits(NamedTuple):

@@ -86,7 +86,7 @@ def compare_attention(
     source: dict[str, Any]
     if task is not None:
         source = {"task": task, "lengths": lengths, "scratchpad": scratchpad or "none"}
-        lab_task, words = resolve_task(task, trust_remote_code)
+        lab_task, words, _ = resolve_task(task, trust_remote_code)
         batches, starts = _example_batches(lab_task, words, lengths, windows, scratchpad)
         loaded = _load_lab_models(models, device, words, trust_remote_code)
     else:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from farspan.custom_code import import_code, resolve_reference
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
 from farspan.files import new_folder, write_text
-from farspan.lab.custom_tasks import resolve_file
+from farspan.lab.custom_tasks import custom_task_hash, resolve_file
 from farspan.lab.fleet import Fleet
 from farspan.lab.fleet_training import train_fleet
 from farspan.lab.networks import network_config
@@ -545,13 +545,25 @@ def _estimate(
 # Examples.
 
 
-def resolve_task(task: str, trust_remote_code: bool = False) -> tuple[LabTask, WordTokenizer]:
-    """A built-in task, or one that a recipe defines: RECIPE.toml:TASK. With its tokenizer."""
+class ResolvedTask(NamedTuple):
+    """A task with the tokenizer of its recipe."""
+
+    task: LabTask
+    tokenizer: WordTokenizer
+    sha256: str = ""  # of a recipe's own task
+
+
+def resolve_task(task: str, trust_remote_code: bool = False) -> ResolvedTask:
+    """A built-in task, or one that a recipe defines: RECIPE.toml:TASK."""
     recipe, _, name = task.rpartition(":")
+    if name.endswith(".toml"):
+        raise FarspanError(f"{task} is a recipe; name one of its tasks, as {task}:TASK")
     if not recipe.endswith(".toml"):
-        return find_task(task), WordTokenizer()
+        return ResolvedTask(find_task(task), WordTokenizer())
     study = read_study(recipe, trust_remote_code=trust_remote_code)
-    return study.task(name), study.tokenizer
+    own = study.custom_tasks.get(name)
+    version = custom_task_hash(name, own) if own else ""
+    return ResolvedTask(study.task(name), study.tokenizer, version)
 
 
 def dump(
@@ -569,7 +581,7 @@ def dump(
 
     >>> next(dump("copy", 1, "2:2", 0))
     """
-    lab_task, _ = resolve_task(task, trust_remote_code)
+    lab_task = resolve_task(task, trust_remote_code).task
     length_range = parse_length_range(lengths) if lengths else lab_task.train
     for example in draw_examples(lab_task, length_range, n, seed, scratchpad=scratchpad):
         yield json.dumps(asdict(example), ensure_ascii=False)

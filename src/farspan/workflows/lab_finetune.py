@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from farspan.attention.model_facts import max_positions, probe_or_none
@@ -13,7 +13,7 @@ from farspan.files import write_text
 from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
 from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
 from farspan.lab.study import count_by_length
-from farspan.lab.tasks import find_task
+from farspan.lab.tasks import LabTask
 from farspan.loading import check_source, resolve_device
 from farspan.progress import Progress, automatic, shows_progress
 from farspan.recipe import apply_overrides, to_toml
@@ -22,6 +22,7 @@ from farspan.report import lab_figures, style
 from farspan.summaries import Summarized
 from farspan.train.loop import StepMetrics
 from farspan.train.pretrain import check_same_recipe
+from farspan.workflows.lab import resolve_task
 
 RECIPE = "recipe.toml"
 
@@ -48,19 +49,28 @@ def finetune(
     out: str | Path | None = None,
     *,
     device: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress = automatic,
 ) -> FinetuneResult:
     """Fine-tune a model on a lab task, or resume, and test it within and beyond the train lengths.
 
+    task: a built-in task, or RECIPE.toml:TASK for a task of a recipe's own.
+    trust_remote_code: run the code of the model and of the recipe.
+
     >>> finetune("nope-twin", "copy", ["steps=200"], "runs/copy").learned
     """
     config = apply_overrides(FinetuneConfig(str(model), task), overrides)
-    folder = Path(out or Path("runs") / f"{Path(model).name}-{task}")
+    lab_task, _, version = resolve_task(config.task, trust_remote_code)
+    config = replace(config, task_sha256=version)
+    config.check_task(lab_task)
+    folder = Path(out or Path("runs") / f"{Path(model).name}-{lab_task.name}")
     device = resolve_device(device)
-    check_source(model)
+    check_source(model, trust_remote_code=trust_remote_code)
     check_same_recipe(config, folder, "fine-tuning")
-    loaded, tokenizer, _ = load_with_begin_of_text(model, device=device)
-    data = make_text_data(config, tokenizer)
+    loaded, tokenizer, _ = load_with_begin_of_text(
+        model, device=device, trust_remote_code=trust_remote_code
+    )
+    data = make_text_data(config, lab_task, tokenizer)
     limit = max_positions(loaded.config, probe_or_none(loaded))
     if limit is not None and data.max_length > limit:
         raise FarspanError(
@@ -80,19 +90,21 @@ def finetune(
         trained.metrics[-1]["loss"],
         folder,
     )
-    _write_result(config, result, device)
+    _write_result(config, lab_task, result, device)
     return result
 
 
-def _write_result(config: FinetuneConfig, result: FinetuneResult, device: str) -> None:
+def _write_result(
+    config: FinetuneConfig, task: LabTask, result: FinetuneResult, device: str
+) -> None:
     counts = {"in_range": result.in_range, "beyond": result.beyond}
     entry = LabEntry(
-        config.task, "", config.scratchpad, config.model, config.lr, (counts,), (config.seed,)
+        task.name, "", config.scratchpad, config.model, config.lr, (counts,), (config.seed,)
     )
     panel = lab_figures.Panel(
-        config.task,
-        config.ranges()[0][1],
-        find_task(config.task).length_unit,
+        task.name,
+        config.ranges(task)[0][1],
+        task.length_unit,
         {Path(config.model).name: entry.curve()},
     )
     style.save(lab_figures.accuracy_by_length([panel]), result.folder / "accuracy")
