@@ -55,6 +55,7 @@ from farspan.lab.study import (
 )
 from farspan.lab.tasks import TASKS, draw_examples, find_task
 from farspan.lab.tokenizer import WordTokenizer
+from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
 from farspan.workflows.attention_analysis import compare_attention, theorems
 from farspan.workflows.lab import (
@@ -689,12 +690,16 @@ def test_every_recipe_has_distinct_cells(name):
 
 def test_recipes_match_the_paper():
     names = ["tiny", "quick", "grid", "attention", "hard", "scratchpad", "scale", "paper"]
+    names.append("encodings")
     assert {f"lab-{name}" for name in names} == set(RECIPES)
     grid, pads, scale, paper = (
         read_study(f"lab-{name}") for name in ("grid", "scratchpad", "scale", "paper")
     )
     assert set(grid.encodings) == {"none", "t5", "alibi", "rotary", "sinusoidal"}
     assert len(grid.seeds) == 3
+    later = read_study("lab-encodings")
+    assert set(later.encodings) == set(BUILT_IN)
+    assert replace(later, encodings=grid.encodings) == grid
     released = {name for name, task in TASKS.items() if task.origin != "own"}
     assert set(grid.tasks) == set(paper.tasks) == released
     assert not paper.even_lengths

@@ -119,7 +119,7 @@ def run_command(
         typer.Argument(
             metavar="RECIPE",
             help="lab-tiny, lab-quick, lab-grid, lab-attention, lab-hard, lab-scale, "
-            "lab-scratchpad, lab-paper, or a .toml file.",
+            "lab-scratchpad, lab-encodings, lab-paper, or a .toml file.",
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("train.steps=500")] = None,
