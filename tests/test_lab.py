@@ -258,9 +258,13 @@ def test_compare_attention_reads_scratchpads(finished):
     assert [plain.tokens, full.tokens] == [int(part.stop.sum()) for part in rows]
     model = farspan.load(folder).model
     ids = [row[:stop].long()[None] for row, stop in zip(rows[1].ids, rows[1].stop, strict=True)]
-    starts = [start[None] for start in rows[1].start]
+    (the,) = WordTokenizer().encode("The")  # answers begin with it, and no step has it
+    starts = [(row[0] == the).nonzero()[-1] for row in ids]
     assert np.allclose(full.attended[0], attended_distance(model, ids, starts)), (
-        "only queries of the answer count"
+        "only queries of the answer count, without the steps"
+    )
+    assert not np.allclose(
+        full.attended[0], attended_distance(model, ids, [start[None] for start in rows[1].start])
     )
 
 

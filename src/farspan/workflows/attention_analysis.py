@@ -146,13 +146,18 @@ def _check_options(
 def _example_batches(
     task: LabTask, tokenizer: WordTokenizer, lengths: str, count: int, scratchpad: str | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Examples of a task, in batches of rows of equal length, and where their answers begin."""
+    """Examples of a task, in batches of rows of equal length, and where their answers begin.
+
+    An answer begins after the last step of its scratchpad."""
     length_range = parse_length_range(lengths) if lengths else task.train
-    examples = draw_examples(task, length_range, count, 0, scratchpad=scratchpad)
-    rows = encode_examples(examples, tokenizer)
+    rows, rows_without_steps = (
+        encode_examples(draw_examples(task, length_range, count, 0, scratchpad=parts), tokenizer)
+        for parts in (scratchpad, None)  # the same examples
+    )
+    starts = rows.stop - (rows_without_steps.stop - rows_without_steps.start)
     stops = rows.stop.unique().tolist()
     batches = [rows.ids[rows.stop == stop, :stop].long() for stop in stops]
-    return batches, [rows.start[rows.stop == stop] for stop in stops]
+    return batches, [starts[rows.stop == stop] for stop in stops]
 
 
 def _load_lab_models(
