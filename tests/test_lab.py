@@ -596,12 +596,18 @@ def test_scratchpads_are_ranked_within_each_task_and_encoding():
         {"none": 0.75, "co": 0.5, "full": (1 / 3 + 1) / 2}
     )
     assert scratchpad_table(entries) == (
-        ["task", "models", "none", "full", "co"],
+        ["task", "encoding", "models", "none", "full", "co"],
         [
-            ["addition", "learned", "0.500", "0.750", "1.000"],
-            ["addition", "all", "0.750", "0.667", "0.500"],
-            ["sorting", "learned", "", "1.000", ""],
-            ["sorting", "all", "", "1.000", ""],
+            ["addition", "all", "learned", "0.500", "0.750", "1.000"],
+            ["addition", "all", "all", "0.750", "0.667", "0.500"],
+            ["sorting", "all", "learned", "", "1.000", ""],
+            ["sorting", "all", "all", "", "1.000", ""],
+            ["all", "none", "learned", "", "0.500", "1.000"],
+            ["all", "none", "all", "1.000", "0.333", "0.500"],
+            ["all", "t5", "learned", "0.500", "1.000", ""],
+            ["all", "t5", "all", "0.500", "1.000", ""],
+            ["all", "all", "learned", "0.500", "0.875", "1.000"],
+            ["all", "all", "all", "0.750", "0.833", "0.500"],
         ],
     )
 

@@ -258,26 +258,37 @@ def rank_table(entries: Sequence[LabEntry]) -> Table:
 
 
 def scratchpad_table(entries: Sequence[LabEntry]) -> Table:
-    """Mean reciprocal ranks of scratchpads by task, over models that learned it and over all."""
+    """Mean reciprocal ranks of scratchpads, over models that learned their task and over all.
+
+    By task, then by encoding over all tasks, then over all of both.
+    """
     formats = list(dict.fromkeys(entry.scratchpad for entry in entries))
-    ranks = {
-        name: rank_scratchpads(entries, learned_only=learned_only)
-        for name, learned_only in (("learned", True), ("all", False))
-    }
-    rows = [
-        [
-            task,
-            name,
-            *(
-                f"{by_task[task][scratchpad]:.3f}" if scratchpad in by_task[task] else ""
-                for scratchpad in formats
-            ),
+    groups = [(task, "all") for task in dict.fromkeys(entry.task for entry in entries)]
+    if len(groups) > 1:
+        encodings = ordered_encodings(entries)
+        groups += [("all", encoding) for encoding in encodings if len(encodings) > 1]
+        groups.append(("all", "all"))
+    rows = []
+    for task, encoding in groups:
+        members = [
+            entry
+            for entry in entries
+            if task in (entry.task, "all") and encoding in (entry.encoding, "all")
         ]
-        for task in dict.fromkeys(entry.task for entry in entries)
-        for name, by_task in ranks.items()
-        if task in by_task
-    ]
-    return ["task", "models", *formats], rows
+        for name, learned_only in (("learned", True), ("all", False)):
+            if means := _mean_over_tasks(rank_scratchpads(members, learned_only=learned_only)):
+                columns = (f"{means[each]:.3f}" if each in means else "" for each in formats)
+                rows.append([task, encoding, name, *columns])
+    return ["task", "encoding", "models", *formats], rows
+
+
+def _mean_over_tasks(by_task: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each scratchpad over the tasks that rank it."""
+    formats = dict.fromkeys(name for ranks in by_task.values() for name in ranks)
+    return {
+        name: float(np.mean([ranks[name] for ranks in by_task.values() if name in ranks]))
+        for name in formats
+    }
 
 
 def scale_table(entries: Sequence[LabEntry]) -> Table:
