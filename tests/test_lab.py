@@ -241,6 +241,23 @@ def test_compare_attention_of_saved_models(finished, tmp_path):
         compare_attention(folders, rule="jsb")
 
 
+@pytest.mark.long
+def test_compare_attention_with_one_model(finished, capsys, monkeypatch):
+    folders = sorted(str(path) for path in (finished / "out" / "models").glob("copy*"))[:3]
+    options = {"task": "copy", "lengths": "2:3", "windows": 2}
+    comparison = compare_attention(folders, to=folders[1], **options)
+    assert list(comparison.pairs) == [(0, 1), (1, 2)]
+    added = compare_attention(folders[:2], to=folders[2], **options)
+    assert list(added.pairs) == [(0, 2), (1, 2)]
+    assert (added.pairs[1, 2].pairs == comparison.pairs[1, 2].pairs).all()
+    arguments = [*folders[:2], "--to", folders[2], "--task", "copy", "--lengths", "2:3"]
+    monkeypatch.setattr("sys.argv", ["farspan", "lab", "distance", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "mean" in capsys.readouterr().out
+
+
 def test_compare_attention_reads_scratchpads(finished):
     folder = str(next((finished / "out" / "models").glob("copy.none*")))
     options = {"task": "addition", "lengths": "2:2", "windows": 3}

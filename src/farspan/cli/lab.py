@@ -230,6 +230,15 @@ def distance_command(
         int, typer.Option(min=1, metavar="N", help="Number of windows, or of examples.")
     ] = 4,
     minimum: Minimum = "sample",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="MODEL",
+            help="Only the distances to this model.",
+            show_default="between every two models",
+        ),
+    ] = None,
     legacy: Legacy = False,
     out: OutFolder = None,
     device: Device = None,
@@ -257,6 +266,7 @@ def distance_command(
             windows=windows,
             rule="legacy" if legacy else "jsd",
             minimum=minimum,
+            to=to,
             bos=bos,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -441,10 +451,14 @@ def _print_distances(comparison: AttentionComparison) -> None:
     table.add_column("models", overflow="fold")
     for layer in range(len(comparison.mass[0])):
         table.add_column(str(layer), justify="right")
+    table.add_column("mean", justify="right")
     for (first, second), distance in comparison.pairs.items():
         pair = escape(f"{names[first]} · {names[second]}")
-        table.add_row(pair, *(f"{value:.3f}" for value in distance.nearest))
-        table.add_row("", *(f"{value:.3f}" for value in distance.matched), style="dim")
+        for label, values, look in (
+            (pair, distance.nearest, None),
+            ("", distance.matched, "dim"),
+        ):
+            table.add_row(label, *(f"{each:.3f}" for each in (*values, values.mean())), style=look)
     console.print(table)
 
 

@@ -106,13 +106,18 @@ def distances(
     *,
     rule: str = "jsd",
     minimum: str = "sample",
+    reference: int | None = None,
     budget: int = BUDGET,
 ) -> dict[tuple[int, int], Distance]:
     """The distance between every two models, by their indices, over batches of tokens [B, T].
 
+    With `reference`, only the distances to the model of that index.
+
     >>> distances([nope, t5], [ids])[0, 1].nearest
     """
     pairs = [(one, other) for one in range(len(models)) for other in range(one + 1, len(models))]
+    if reference is not None:
+        pairs = [pair for pair in pairs if reference in pair]
     tables: dict[tuple[int, int], list[Tensor]] = {pair: [] for pair in pairs}
     for ids in batches:
         scores = [attention_scores(model, ids) for model in models]

@@ -58,6 +58,7 @@ def compare_attention(
     windows: int = 4,
     rule: str = "jsd",
     minimum: str = "sample",
+    to: str | None = None,
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -74,12 +75,16 @@ def compare_attention(
     task: for models of the lab: read examples of this task, of these `lengths` and with this
         `scratchpad`, instead of text; RECIPE.toml:TASK for a task of a recipe's own.
     minimum: the nearest heads: "sample", of each window or example, or "mean", of all together.
+    to: only the distances to this model, which need not be in `models`.
     bos: whether windows begin with a begin-of-text token: yes, no, or auto, by the models'
         metadata, and where they are silent by their loss.
     """
     check_choice(bos)
     check_not_empty(models, "a model")
     _check_options(rule, minimum, task, lengths, scratchpad, data, length)
+    if to is not None and to not in models:
+        models = [*models, to]
+    reference = None if to is None else list(models).index(to)
     if out is not None:
         check_absent(out)
     device, data, length = resolve_device(device), data or "python-docs", length or 512
@@ -100,7 +105,7 @@ def compare_attention(
         batches, starts = list(cut.ids.split(1)), None
     advance = progress("compare", 3 * len(models) + 1)
     names = model_names(models)
-    comparison = _compare_models(loaded, names, batches, starts, rule, minimum, advance)
+    comparison = _compare_models(loaded, names, batches, starts, rule, minimum, reference, advance)
     if out is not None:
         settings = {
             "models": list(models),
@@ -108,6 +113,7 @@ def compare_attention(
             "windows": windows,
             "rule": rule,
             "minimum": minimum,
+            "to": to,
             "device": device,
         }
         _write_comparison(comparison, out, settings)
@@ -206,11 +212,14 @@ def _compare_models(
     starts: Sequence[Tensor] | None,
     rule: str,
     minimum: str,
+    reference: int | None,
     advance: Callable[[], None],
 ) -> AttentionComparison:
     for model, name in zip(models, names, strict=True):
         _check_finite(model, batches, name)
-    pairs = distances(models, batches, rule=rule, minimum=minimum) if len(models) > 1 else {}
+    pairs = {}
+    if len(models) > 1:
+        pairs = distances(models, batches, rule=rule, minimum=minimum, reference=reference)
     advance()
     mass, attended, ablations = [], [], []
     for model in models:
