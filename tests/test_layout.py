@@ -254,6 +254,37 @@ def test_generate_decodes_what_the_whole_text_predicts(name: str):
         assert ids[0, 9:].tolist() == predicted[0, 8:-1].tolist()
 
 
+SHORT_FIRST = [
+    ("llama", ["rope/3", "rope/9", "rope/9", "rope/9"]),
+    ("farspan-none", ["none/3", "none/9", "none/3", "none/9"]),
+    ("gemma3", {3: "none/16"}),  # the others have windows of 8 by the config
+    ("granitemoehybrid", {1: "rope/8", 3: "none"}),
+    ("nemotron-h", {1: "rope/8", 3: "none"}),
+    pytest.param("kimi-linear", {1: "none/4", 3: "none/9"}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("name", "entries"), SHORT_FIRST, ids=str)
+@torch.no_grad()
+def test_windows_of_several_sizes_share_one_mask(name: str, entries):
+    """It has the keys of the longest, whichever layer comes first: padding and chunks need it."""
+    model, ids = family_named(name).build(), tokens(20)
+    set_layout(model, Layout.parse(entries))
+    expected = model(ids, use_cache=False).logits
+    past = seam.make_cache(model)
+    parts = [model(part, past_key_values=past, use_cache=True).logits for part in ids.split(6, 1)]
+    assert (torch.cat(parts, dim=1) - expected).abs().max() < 2e-5
+
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    options = dict(attention_mask=mask, max_new_tokens=4, do_sample=False, output_logits=True)
+    plain, small = (
+        model.generate(ids, **options, **cache, return_dict_in_generate=True).logits
+        for cache in ({}, {"past_key_values": seam.make_cache(model)})
+    )
+    assert (torch.stack(plain) - torch.stack(small)).abs().max() < 2e-5
+
+
 @torch.no_grad()
 def test_decoding_uses_the_small_cache(monkeypatch):
     model, ids = family_named("llama").build(), tokens(20, batch=2)

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import guard, seam
+from farspan.attention.layout import Layout
 from farspan.attention.model_facts import max_positions
+from farspan.attention.patch import set_layout
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.cli import app
@@ -53,6 +55,16 @@ def test_scales_fold_where_layers_share_keys_and_values():
     sites = find_sites(model, Scales.uniform(1.5, indices, 4))
     assert {site.name for site in sites.values()} == {"q_norm"}
     assert fold(model, Scales.uniform(1.5, indices, 4), tokens()).holds
+
+
+@pytest.mark.parametrize("entries", [{1: "none/3"}, {1: "rope/3", 3: "rope"}], ids=str)
+@torch.no_grad()
+def test_a_cache_keeps_the_keys_that_other_layers_share(entries: dict[int, str]):
+    model, ids = randomized(gemma4), tokens(33)
+    set_layout(model, Layout.parse(entries))
+    expected, past = model(ids, use_cache=False).logits, seam.make_cache(model)
+    parts = [model(part, past_key_values=past, use_cache=True).logits for part in ids.split(8, 1)]
+    assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-4
 
 
 @torch.no_grad()
