@@ -13,7 +13,7 @@ import transformers as hf
 from torch.utils.flop_counter import FlopCounterMode
 
 import farspan
-from families import SHAPE, tokens
+from families import SHAPE, randomized, tokens
 from farspan.attention import model_facts, seam
 from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError
@@ -39,6 +39,7 @@ from swan_models import (
     snapshot,
     stop_at,
 )
+from test_uncommon_families import laguna
 
 
 @pytest.fixture(autouse=True)
@@ -245,6 +246,16 @@ def test_sharpening_measures_every_slope_and_scales_by_the_chosen_one(monkeypatc
     assert torch.equal(scales.slope, torch.full((2, 4), 0.2))
     monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: 0.0)
     assert swan_module._sharpen(model, job, (1, 3), 0.0) is None
+
+
+def test_sharpening_scales_all_heads_of_layers_with_unequal_ones(monkeypatch):
+    monkeypatch.setattr(swan_module, "SLOPES", (0.0, 0.2))
+    monkeypatch.setattr(swan_module, "best_slope", lambda losses, max_loss: 0.2)
+    model = randomized(laguna)
+    scales = swan_module._sharpen(model, job_for(model, choose=tokens(TARGET, batch=1)), (0, 2), 0)
+    heads = {layer.index: layer.heads for layer in probe(model)}
+    assert (heads[0], heads[2]) == (4, 8)
+    assert scales.base.shape == (2, 8)
 
 
 @pytest.mark.parametrize(("target", "distance"), [(3 * LENGTH, LENGTH), (LENGTH + 8, 20)])

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.layout import MIN_PERIOD, MIN_WINDOW, LayerLayout, Layout
-from farspan.attention.model_facts import forward_flops
+from farspan.attention.model_facts import forward_flops, most_heads
 from farspan.attention.patch import Patch, set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
@@ -203,8 +203,7 @@ def _sharpen(
     distance = min(job.train_length, job.target // 2)
     ids, known = rows_with_repeats(job.choose, job.seed, distance)
     advance = job.progress("sharpen", len(SLOPES))
-    heads = {layer.index: layer.heads for layer in probe(model)}
-    table = torch.ones(len(layers), heads[layers[0]])
+    table = torch.ones(len(layers), most_heads(probe(model)))
     losses: dict[float, tuple[float, float]] = {}
 
     def scales_with(slope: float) -> Scales:
