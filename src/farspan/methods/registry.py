@@ -170,6 +170,12 @@ def check_combination(method: str) -> None:
             f"{method} scales attention twice or too early; write the rotary method first, then "
             "one that scales"
         )
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise FarspanError(
+            f"{method} names {repeated} {names.count(repeated)} times, and it would train once; "
+            "name it once, with more tuning.steps"
+        )
 
 
 def check_start(source: str | Path, patch: Patch, names: Sequence[str]) -> None:
