@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import model_facts, seam
+from farspan.attention.patch import set_rope
 from farspan.attention.probe import Layer, probe
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, PreemptedError
 from farspan.methods import layer_costs, registry
 from farspan.methods import swan as swan_module
 from farspan.methods.distill import make_teacher
@@ -64,6 +66,7 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 FEW = ["choose_windows=1", "report_windows=1", "passkeys=0", "swan.measured_rows=1"]
 
 
@@ -324,6 +327,28 @@ def test_auto_tries_swan_far_beyond_the_train_length_on_a_gpu():
     assert candidates(["swan"], layers, model, job) == ["swan"]
     gemma = build("gemma3")
     assert "swan" not in candidates(["auto"], probe(gemma), on_gpu(gemma), far)
+    set_rope(model, DYNAMIC)
+    assert candidates(["auto"], layers, on_gpu(model), far) == ["ntk", "uniform"]
+
+
+@pytest.mark.parametrize("error", [FarspanError("training diverged"), PreemptedError("stopped")])
+def test_auto_goes_on_without_swan_if_that_fails(monkeypatch, error):
+    """A run that was stopped ends all the same: it resumes."""
+
+    def fail(*_):
+        raise error
+
+    model = build("llama")
+    monkeypatch.setattr(registry, "candidate_methods", lambda *_: ["ntk", "swan"])
+    monkeypatch.setitem(METHODS, "swan", fail)
+    fit = partial(registry.fit_methods, model, probe(model), job_for(model))
+    if isinstance(error, PreemptedError):
+        with pytest.raises(PreemptedError):
+            fit(registry.ExtendConfig(), ["auto"])
+        return
+    patch, notes = fit(registry.ExtendConfig(), ["auto"])
+    assert patch.method == "ntk"
+    assert notes[0] == "auto left out swan, which failed: training diverged"
 
 
 @pytest.mark.parametrize(("lost", "chosen"), [(registry.MAX_LOST, "swan"), (0.2, "ntk")])

@@ -22,6 +22,7 @@ from farspan.errors import FarspanError
 MIN_WINDOW = 2  # transformers' sliding caches keep every key of a window of 1
 MIN_PERIOD = 7  # tokens; without rope scaling the fastest dimension turns in 2π
 THETA = 10_000.0  # of rotation that a layout adds
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose frequencies follow the text's length
 # Under these names attention modules receive cosines and sines, or complex numbers.
 ROTATION_ARGUMENTS = ("position_embeddings", "angles")
 
@@ -276,7 +277,7 @@ def length_dependent_rotation(model: nn.Module) -> bool:
     """Whether the RoPE frequencies depend on the length of the text."""
     # rope_type is a string, or a dict by layer type
     kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
-    return any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
+    return any(name in kind for kind in kinds for name in LENGTH_DEPENDENT)
 
 
 def _is_rotation(value: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention import seam
+from farspan.attention.layout import LENGTH_DEPENDENT
 from farspan.attention.model_facts import default_scaled_layers, most_heads
 from farspan.attention.patch import Patch, fingerprint, set_layout
 from farspan.attention.probe import Layer, probe
@@ -304,7 +305,8 @@ def candidate_methods(
     if list(names) != ["auto"]:
         return list(names)
     rotary = [layer for layer in layers if layer.position == "rope"]
-    scaled = existing_rope_scaling(model.config) is not None
+    scaling = existing_rope_scaling(model.config)
+    scaled = scaling is not None
     candidates = ["uniform", "headscale", "headlog"]
     if len(rotary) == len(layers):
         candidates = ["ntk", "uniform"] if scaled else ["ntk", "yarn"]
@@ -314,6 +316,7 @@ def candidate_methods(
     # elsewhere training takes hours, or weights do not fit
     on_gpu = model.device.type == "cuda" and not is_placed(model)
     plain = all(layer.position in ("rope", "none") and not layer.window for layer in layers)
+    plain = plain and scaling not in LENGTH_DEPENDENT
     return [*candidates, "swan"] if far and on_gpu and plain else candidates
 
 
@@ -441,10 +444,16 @@ def _fit_best(
     """Of the candidates, the method with the lowest loss on the choose split."""
     patches: dict[str, Patch] = {}
     details: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
     for name in candidate_methods(["auto"], layers, model, job):
         details[name] = {}
         own_job = replace(job, details=details[name])
-        patches[name] = _fit_in_turn(model, own_job, config, name.split("+"))
+        try:
+            patches[name] = _fit_in_turn(model, own_job, config, name.split("+"))
+        except FarspanError as error:
+            if name != "swan" or error.exit_code != FarspanError.exit_code:
+                raise
+            notes.append(f"auto left out swan, which failed: {error}")
         if name == "uniform" and config.search.steps and not config.search.init:
             # The searches of Wang 2024 start from it.
             scales = patches[name].scales
@@ -452,7 +461,6 @@ def _fit_best(
             value = float(scales.base[0, 0])
             start = max(1.0, value) if config.search.constraint else value
             config = replace(config, search=replace(config.search, init=start))
-    notes = []
     if "swan" in patches and (lost := _lost_retrieval(model, patches["swan"], job)) > MAX_LOST:
         notes.append(
             f"auto rejected swan: inside the train length its loss on repeated tokens is "
