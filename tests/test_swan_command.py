@@ -144,6 +144,28 @@ def test_bad_requests_raise_one_sentence_and_write_nothing(tmp_path, method, ove
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rotation_that_follows_the_length_is_refused_before_anything_is_read():
+    model = build("llama")
+    set_rope(model, DYNAMIC)
+    check = partial(registry.check_compatible, ["swan"], probe(model), model.config, "it")
+    message = r"the rotation of it changes with the length .* \(dynamic\).*; set swan.rotation=none"
+    with pytest.raises(FarspanError, match=message):
+        check(registry.ExtendConfig())
+    assert not check(registry.ExtendConfig(swan=SwanConfig(rotation="none")))
+    started = []
+    job = job_for(model, progress=lambda label, steps: started.append(label))
+    with pytest.raises(FarspanError, match="set swan.rotation=none"):
+        swan(model, job, replace(SETTINGS, rotation="fast"), QUICK)
+    assert not started
+
+
+def test_micro_batches_that_do_not_divide_the_batch_are_refused_before_anything_is_read():
+    """The windows of the search split are counted before they are read."""
+    config = registry.ExtendConfig(tuning=TuningConfig(batch=10, micro_batch=4))
+    with pytest.raises(FarspanError, match="batch of 10 windows cannot be split .* of 4"):
+        registry.search_windows(["swan"], config, 1024, 512)
+
+
 def test_the_recipe_reaches_the_method(monkeypatch):
     seen = []
     monkeypatch.setattr(

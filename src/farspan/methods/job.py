@@ -91,15 +91,7 @@ class FitJob:
         with_answers: micro batches are [2, B, T], with the mask of the answers behind the tokens.
         """
         state = processes()
-        per_process, rest = divmod(batch, state.num_processes)
-        rows = max(1, min(micro_batch, per_process))
-        if rest or per_process % rows:
-            raise FarspanError(
-                f"a batch of {batch} windows cannot be split into micro batches of {micro_batch} "
-                f"for {state.num_processes} processes; choose a batch that they divide "
-                "(search.batch and search.micro_batch of a search, tuning.batch and "
-                "tuning.micro_batch where weights are trained)"
-            )
+        per_process, rows = split_batch(batch, micro_batch)
 
         def batches_of_step(step: int) -> list[Tensor]:
             first = step * batch + state.process_index * per_process
@@ -146,6 +138,21 @@ class FitJob:
 def shared_batch(batch: int) -> int:
     """The default batch, or the next size that all processes share evenly."""
     return batch + -batch % processes().num_processes
+
+
+def split_batch(batch: int, micro_batch: int) -> tuple[int, int]:
+    """The windows of each process, and of each of its micro batches."""
+    count = processes().num_processes
+    per_process, rest = divmod(batch, count)
+    rows = max(1, min(micro_batch, per_process))
+    if rest or per_process % rows:
+        raise FarspanError(
+            f"a batch of {batch} windows cannot be split into micro batches of {micro_batch} "
+            f"for {count} processes; choose a batch that they divide "
+            "(search.batch and search.micro_batch of a search, tuning.batch and "
+            "tuning.micro_batch where weights are trained)"
+        )
+    return per_process, rows
 
 
 def largest_micro_batch(batch: int, length: int) -> int:

@@ -268,7 +268,7 @@ def check_compatible(
                 f"{', '.join(sorted(positions))}); use uniform, headscale or headlog"
             )
     if "swan" in names:
-        check_layers(layers, source, extend.swan)
+        check_layers(layers, source, extend.swan, scaling)
     scales_only = set(names) <= set(SCALE_METHODS)
     if scales_only and "rope" in positions and "none" not in positions:
         rotary = "yarn" if scaling is None else "ntk"

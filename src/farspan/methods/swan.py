@@ -18,7 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.layout import MIN_PERIOD, MIN_WINDOW, LayerLayout, Layout
+from farspan.attention.layout import (
+    LENGTH_DEPENDENT,
+    MIN_PERIOD,
+    MIN_WINDOW,
+    LayerLayout,
+    Layout,
+)
 from farspan.attention.model_facts import forward_flops, most_heads
 from farspan.attention.patch import Patch, set_layout
 from farspan.attention.probe import Layer, probe
@@ -32,6 +38,7 @@ from farspan.methods.job import (
     FitJob,
     largest_micro_batch,
     loss_margin,
+    split_batch,
 )
 from farspan.methods.layer_costs import (
     as_table,
@@ -39,6 +46,7 @@ from farspan.methods.layer_costs import (
     measure_layers,
     rows_with_repeats,
 )
+from farspan.methods.rope import existing_rope_scaling
 from farspan.methods.tuning import (
     LossModule,
     TuningConfig,
@@ -165,6 +173,7 @@ class DistillPlan:
         if not tuning.micro_batch:
             micro_batch = largest_micro_batch(batch, length)
         micro_batch = min(batch, micro_batch)
+        split_batch(batch, micro_batch)  # refused here, before layers are measured
         steps = tuning.steps or max(1, round(config.tokens / (batch * length)))
         return cls(length, batch, micro_batch, steps)
 
@@ -257,7 +266,8 @@ def _choose_layout(
     """The new layout; the sentence that explains it goes to the record."""
     layers = probe(model)
     window = config.window_for(job.train_length)
-    check_layers(layers, type(model).__name__, config)
+    scaling = existing_rope_scaling(model.config)
+    check_layers(layers, type(model).__name__, config, scaling)
     open_layers = [layer for layer in layers if layer.window is None]
     if len(open_layers) < len(layers):
         job.details["choice"] = (
@@ -305,8 +315,13 @@ def _choose_layout(
     )
 
 
-def check_layers(layers: Sequence[Layer], name: str, config: SwanConfig) -> None:
-    """Refuse models that no layout can change, and settings that would have no effect."""
+def check_layers(
+    layers: Sequence[Layer], name: str, config: SwanConfig, scaling: str | None = None
+) -> None:
+    """Refuse models that no layout can change, and settings that would have no effect.
+
+    scaling: the RoPE scaling that the model has already.
+    """
     other = next((layer for layer in layers if layer.position not in ("rope", "none")), None)
     if other is not None:
         raise FarspanError(
@@ -323,6 +338,12 @@ def check_layers(layers: Sequence[Layer], name: str, config: SwanConfig) -> None
         raise FarspanError(
             f"{name} has this layout already: its layers that see all keys have no positions, and "
             "the others see a window; use uniform, headscale or headlog"
+        )
+    rotates = any(layer.position == "rope" for layer in seeing_all)
+    if scaling in LENGTH_DEPENDENT and rotates and config.rotation == "fast":
+        raise FarspanError(
+            f"the rotation of {name} changes with the length of the text ({scaling}), so no "
+            "dimension of its global layers has one period; set swan.rotation=none"
         )
     if config.max_period and config.rotation == "none":
         raise FarspanError(
