@@ -254,6 +254,12 @@ def test_windows_of_two_methods_hold_the_text_of_a_distillation():
     assert count * length == pytest.approx(SwanConfig().tokens, rel=0.01)
 
 
+@pytest.mark.parametrize(("method", "length"), [("swan", 2048), ("swan+headscale", 18_432)])
+def test_a_limit_of_search_windows_holds_for_a_distillation(method: str, length: int):
+    few = ExtendConfig(search_windows=3)
+    assert search_windows(method.split("+"), few, 16_384, 2048) == (length, 3)
+
+
 @pytest.mark.parametrize("beyond", [0.9, 2.1])
 def test_windows_shorter_than_the_target_are_refused(beyond):
     with pytest.raises(FarspanError, match=f"search.beyond is {beyond:g}; choose a factor"):

@@ -351,8 +351,8 @@ def search_windows(
         return length, count
     plan = DistillPlan.make(config.swan, config.tuning, train_length)
     if list(names) == ["swan"]:
-        return plan.length, plan.steps * plan.batch
-    return length, max(count, math.ceil(plan.tokens / length))
+        return plan.length, config.search_windows or plan.steps * plan.batch
+    return length, config.search_windows or max(count, math.ceil(plan.tokens / length))
 
 
 def _windows_read(names: Sequence[str], config: ExtendConfig) -> int:
