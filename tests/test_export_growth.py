@@ -405,3 +405,14 @@ def test_only_stock_and_live_hold_growth(format: str, tmp_path):
     with pytest.raises(FarspanError, match="'floor' grow with the context.*--format live"):
         farspan.export(save_patch(tmp_path, "farspan-none"), tmp_path / "out", format)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "patch"}
+
+
+@pytest.mark.parametrize("last", ["rope:24", "none"])
+def test_a_converted_model_gets_advice_on_its_conversion(tmp_path, last):
+    """Sharing the growth of its scales would not help: no class has windows beside it."""
+    layout = Layout.parse(["rope/8", "rope/8", "rope/8", last])
+    sharpened = Scales((3,), torch.ones(1, 4), torch.full((1, 4), 0.1), "log", FLOOR)
+    patch = save_patch(tmp_path, "llama", lambda layers: sharpened, layout=layout)
+    with pytest.raises(FarspanError, match=r"swan.rotation=none swan.sharpen=false"):
+        farspan.export(patch, tmp_path / "stock", "stock")
+    assert not (tmp_path / "stock").exists()

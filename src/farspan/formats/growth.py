@@ -18,13 +18,23 @@ from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.checkpoints import quiet
 from farspan.errors import FarspanError
-from farspan.formats.layout import SMOLLM3_SHAPED, model_with_config, shape_of
+from farspan.formats.layout import SMOLLM3_SHAPED, ConfigLayout, model_with_config, shape_of
 from farspan.model.config import FULL
 
 CLASSES = {"floor": "Llama 4", "floor-position": "Ministral 3"}  # by basis
 NO_CHUNKS = (
     2**30
 )  # no layer has chunks, but transformers builds their mask, and skips it below this
+
+
+def check_no_windows(layout: ConfigLayout) -> None:
+    """Raise if layers of a converted model see windows: no class has windows and growth."""
+    if (window := layout.window()) is not None:
+        raise FarspanError(
+            f"the scales of this model grow with the context and layers see {window} keys, and no "
+            "stock class has both; use --format live, or convert the model with "
+            "swan.rotation=none swan.sharpen=false"
+        )
 
 
 def check_growth(scales: Scales) -> None:

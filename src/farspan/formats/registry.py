@@ -15,7 +15,7 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.formats.fold import fold
 from farspan.formats.gguf import FILE, read_gguf, write_gguf
-from farspan.formats.growth import check_growth, model_with_growth
+from farspan.formats.growth import check_growth, check_no_windows, model_with_growth
 from farspan.formats.layout import ConfigLayout, config_with_layout, model_with_config
 from farspan.formats.live import save_model, write_live
 from farspan.formats.peft import read_peft, write_peft
@@ -108,6 +108,8 @@ def _write_stock(job: ExportJob, folder: Path) -> None:
     if (growing := job.growing_scales) is None:
         model = _stock_model(job)
     else:
+        if job.has_layout:
+            check_no_windows(ConfigLayout.observe(job.model))
         check_growth(growing)  # before the work of folding
         model = model_with_growth(_stock_model(job.without_growth()), growing)
     save_model(model, job.tokenizer, folder)
