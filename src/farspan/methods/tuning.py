@@ -34,7 +34,7 @@ class TuningConfig:
     lr: float = 0.0  # 0: 1e-4; swan and drope: 1e-3
     warmup: int = 20
     save_every: int = 100
-    rank: int = 0  # train a change of this rank in every matrix of the layers; 0: all weights
+    rank: int = 0  # train a change of this rank in every linear layer; 0: all weights
     length: int = 0  # continue: of its windows; 0: the target
 
     def __post_init__(self):
