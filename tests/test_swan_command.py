@@ -12,15 +12,19 @@ import pytest
 import torch
 import transformers as hf
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import model_facts, seam
 from farspan.attention.patch import set_rope
 from farspan.attention.probe import Layer, probe
+from farspan.cli import app
+from farspan.cli.console import console
 from farspan.errors import FarspanError, PreemptedError
 from farspan.methods import layer_costs, registry
 from farspan.methods import swan as swan_module
+from farspan.methods import tuning as tuning_module
 from farspan.methods.distill import make_teacher
 from farspan.methods.registry import METHODS, read_extend_config
 from farspan.methods.swan import SwanConfig, swan
@@ -28,7 +32,9 @@ from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
 from farspan.report import style
+from farspan.workflows import extend as extend_module
 from farspan.workflows.extend import estimate_extension, extend
+from fit_jobs import job_without_model
 from swan_models import (
     EVEN,
     LENGTH,
@@ -411,6 +417,82 @@ def test_the_estimate_counts_tokens_and_writes_nothing(tmp_path, monkeypatch):
     assert estimate.text["choose"] == 4 * 1024, "of the preset quick"
     assert list(tmp_path.iterdir()) == []
     assert estimate_extension("rope-twin", 1024, "yarn").tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "notes"),
+    [
+        ("swan", 10_000, []),
+        ("swan", 25_000, ["the 1,000 tokens of the search text are read 25 times; give more"]),
+        ("auto", 5_000, ["auto also tries swan, which trains the weights on 5,000 tokens"]),
+        ("auto", 0, []),
+    ],
+)
+def test_what_a_distillation_means_is_said_before_it_starts(method, tokens, notes):
+    run = SimpleNamespace(names=[method])
+    said = list(extend_module._distillation_notes(run, tokens, 1000))
+    assert len(said) == len(notes)
+    assert all(text.startswith(note) for text, note in zip(said, notes, strict=True))
+
+
+@pytest.mark.long
+def test_an_estimate_and_a_run_say_how_often_the_text_is_read(tiny, tmp_path):
+    overrides = [*FEW, "tuning.steps=2", "tuning.batch=2000", "swan.facts=0"]
+    options = dict(data=tiny / "text.txt", overrides=overrides)
+    estimate = estimate_extension(tiny / "rope", 128, "swan", **options)
+    assert any("of the search text are read" in note for note in estimate.notes)
+    said = []
+    overrides[1:] = ["tuning.steps=1", "tuning.batch=2", "swan.facts=0"]
+    extend(tiny / "rope", 128, tmp_path / "out", "swan", say=said.append, **options)
+    assert not any("are read" in text for text in said)
+    assert sum("layers at equal distances" in text or "costs retrieval" in text for text in said)
+
+
+@pytest.mark.long
+def test_the_layout_is_said_when_it_is_chosen():
+    said, labels = [], []
+
+    def progress(label, steps):
+        labels.append((label, len(said)))
+        return lambda count=1, note="": None
+
+    model = build("farspan-rope")
+    swan(model, job_for(model, say=said.append, progress=progress), EVEN, QUICK)
+    choice = "layer 3 is global, 1 of 4 layers at equal distances"
+    assert said == [f"{choice}; layout: 3 × rope/8, 1 × none"]
+    assert ("distill", 1) in labels, "before the distillation"
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(0.0, ""), (412.0, ", 412 tokens/s"), (52_400.0, ", 52K tokens/s")]
+)
+def test_the_speed_of_slow_training_is_not_rounded_to_nothing(rate, shown):
+    metrics = SimpleNamespace(loss=1.0, tokens_per_second=rate)
+    assert tuning_module._step_note(metrics) == f"loss 1.0000{shown}"
+
+
+def test_json_has_the_choice_the_cache_and_the_distilled_tokens(monkeypatch):
+    details = {"choice": "layer 3 is global", "distillation": {"tokens": 9}, "layer_costs": []}
+    result = extend_module.ExtendResult(
+        job_without_model().patch("swan"),
+        Path("out"),
+        *({"loss@64": 1.0}, {"loss@64": 0.5}),
+        curves={},
+        cache={"before": {"per_token": 8}, "after": {"per_token": 1}},
+        proof=0.0,
+        effect=1.0,
+        notes=("a note",),
+        details=details,
+    )
+    monkeypatch.setattr(extend_module, "extend", lambda *_, **__: result)
+    with console.capture() as captured:
+        run = CliRunner().invoke(app, ["extend", "rope-twin", "--to", "1k", "--json"])
+    assert run.exit_code == 0, run.output
+    printed = json.loads(captured.get() or run.stdout)
+    assert printed["choice"] == details["choice"]
+    assert printed["distillation"] == details["distillation"]
+    assert (printed["cache_bytes"], printed["notes"]) == (result.cache, ["a note"])
+    assert "layer_costs" not in printed
 
 
 def test_continued_training_changes_weights_only():

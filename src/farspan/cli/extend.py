@@ -129,12 +129,16 @@ def extend_command(
         show_estimate(estimate, as_json)
         return
     if as_json:
+        details = extension.details
         print_json(
             {
                 "patch": extension.patch.describe(),
                 "before": extension.before,
                 "after": extension.after,
                 "folder": str(extension.folder),
+                "cache_bytes": extension.cache,
+                "notes": list(extension.notes),
+                **{key: details[key] for key in ("choice", "distillation") if key in details},
             }
         )
     else:

@@ -59,6 +59,7 @@ class FitJob:
     begin: tuple[int, ...] = ()  # begin-of-text token in front of every window, if any
     details: dict[str, Any] = field(default_factory=dict)  # what methods add to the record
     progress: Progress = silent
+    say: Callable[[str], None] = lambda text: None  # what a method chooses, when it does
 
     def patch(self, method: str, **changes: Any) -> Patch:
         """A patch for this job's model; `changes` are its scales, rope and weights."""

@@ -9,6 +9,7 @@ learn, on windows no longer than the train length, to predict what the base pred
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -189,6 +190,7 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
     teacher = make_teacher(model)
     layout = _stored_layout(model, teacher, job, config)
     job.details["layout"] = layout.to_json()
+    job.say(f"{job.details['choice']}; layout: {_count_entries(layout)}")
     job.details["distillation"] = {**vars(plan), "tokens": plan.tokens}
     try:
         set_layout(model, layout)
@@ -201,6 +203,12 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
     finally:
         seam.remove_layout(model)
     return job.patch("swan", layout=layout, weights=weights, scales=scales)
+
+
+def _count_entries(layout: Layout) -> str:
+    """`7 × rope/128, 1 × rope:256`"""
+    counts = Counter(str(entry) for entry in layout.layers.values())
+    return ", ".join(f"{count} × {entry}" for entry, count in counts.most_common())
 
 
 def _sharpen(

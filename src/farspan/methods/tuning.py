@@ -136,8 +136,9 @@ def train_weights(
 
 
 def _step_note(metrics: StepMetrics) -> str:
-    speed = f", {metrics.tokens_per_second / 1e3:.0f}K tokens/s" * (metrics.tokens_per_second > 0)
-    return f"loss {metrics.loss:.4f}{speed}"
+    rate = metrics.tokens_per_second
+    speed = f"{rate / 1e3:.0f}K" if rate >= 10_000 else f"{rate:,.0f}"
+    return f"loss {metrics.loss:.4f}" + f", {speed} tokens/s" * (rate > 0)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, Say, mak
 from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
+MANY_EPOCHS = 10  # of distillation, beyond which more text is advised
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
 
 
@@ -184,9 +185,22 @@ def _announce(prepared: Prepared) -> Prepared:
     estimate, stages = _estimate(prepared)
     run = prepared.run
     run.say(f"{', '.join(estimate.methods)}: {estimate.sentence}")
+    for text in _distillation_notes(run, estimate.tokens, estimate.text["search"]):
+        run.say(text)
     progress = with_total(run.progress, stages)
     job, run = replace(prepared.job, progress=progress), replace(run, progress=progress)
     return replace(prepared, run=run, job=job)
+
+
+def _distillation_notes(run: ExtendRun, tokens: int, text: int) -> Iterator[str]:
+    """What a distillation on so many tokens means, with so many tokens of search text."""
+    if tokens and run.names == ["auto"]:
+        yield f"auto also tries swan, which trains the weights on {tokens:,} tokens"
+    if tokens > MANY_EPOCHS * text:
+        yield (
+            f"the {text:,} tokens of the search text are read {tokens / text:.0f} times; give more "
+            "with --data search=PATH, or choose fewer swan.tokens"
+        )
 
 
 def _estimate(prepared: Prepared) -> tuple[ExtendEstimate, list[Stage]]:
@@ -205,10 +219,11 @@ def _estimate(prepared: Prepared) -> tuple[ExtendEstimate, list[Stage]]:
     if "swan" in candidates:
         cost = distillation_cost(model, prepared.layers, job, run.config)
         distilled = {"tokens": cost.tokens, "steps": cost.steps, "flops": cost.flops}
+    more_notes = _distillation_notes(run, distilled.get("tokens", 0), text["search"])
     estimate = ExtendEstimate(
         tuple(candidates),
         text,
-        prepared.notes,
+        (*prepared.notes, *more_notes),
         run.preset,
         seconds,
         sum(stage.seconds for stage in stages_of_full),

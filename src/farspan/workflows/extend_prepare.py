@@ -210,6 +210,7 @@ def _make_job(
         tokenizer=tokenizer,
         begin=tuple(begin_of_text(tokenizer)),
         progress=run.progress,
+        say=run.say,
     )
 
 
