@@ -141,6 +141,18 @@ def test_partial_rotation_equals_zero_slow_frequencies(family: Family):
     assert torch.equal(model(ids, use_cache=False).logits, base)
 
 
+def test_partial_rotation_that_is_not_applied_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        layout_module.RotationFilter, "__call__", lambda self, module, args, kwargs: (args, kwargs)
+    )
+    model = family_named("llama").build()
+    message = "8 dimensions turn in layer 3 of LlamaForCausalLM as before, .* rope:9"
+    with pytest.raises(FarspanError, match=message):
+        set_layout(model, Layout.parse({3: "rope:9"}))
+    assert seam.installed_layout(model) is None
+    set_layout(model, Layout.parse({3: "rope:100000"}))  # all dimensions are faster
+
+
 LAYOUTS = [
     ["rope/5", "rope/5", "rope/5", "none"],
     ["none", "rope/4", "none", "rope/4"],

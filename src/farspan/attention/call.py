@@ -60,6 +60,7 @@ class SeamState:
     backend: Backend | None = None  # replaces the model's own
     observers: tuple[Observer, ...] = ()
     layout: LayerLayout | None = None
+    fixes_dimensions: bool = False  # some dimensions would turn without the layout
     adds_rotation: bool = False  # the layout rotates, and the layer itself does not
     rotation_hook: RemovableHandle | None = None  # the layer rotates more than the layout does
 

@@ -235,6 +235,10 @@ class RotationFilter:
                 f"{shortest:.0f}; write none, or a longer period"
             )
 
+    @property
+    def fixes_some(self) -> bool:
+        return bool(self._fixed.any())
+
     def __call__(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:

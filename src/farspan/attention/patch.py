@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farspan.attention import seam
 from farspan.attention.layout import LayerLayout, Layout
-from farspan.attention.probe import Layer, probe
+from farspan.attention.probe import Layer, probe, turning_dimensions
 from farspan.attention.scales import Scales
 from farspan.device_map import stored_tensors
 from farspan.errors import CorruptError, FarspanError, first_line
@@ -411,9 +411,13 @@ def set_layout(model: PreTrainedModel, layout: Layout) -> None:
     without_rotation = [index for index in layers if layers[index].position == "none"]
     try:
         _check_layout(model, layout, layers)
+        span = max((entry.max_period or 0 for entry in layout.layers.values()), default=0)
+        turning = turning_dimensions(model, span) if span else {}
         seam.install_layout(model, layout, without_rotation)
         for layer in probe(model):
             _check_observed(model, layer, layout.layers.get(layer.index))
+        if span:
+            _check_dimensions(model, layout, turning, turning_dimensions(model, span))
     except FarspanError:
         seam.install_layout(model, before, without_rotation)
         raise
@@ -462,6 +466,22 @@ def _check_observed(model: PreTrainedModel, layer: Layer, entry: LayerLayout | N
             f"attention in layer {layer.index} of {type(model).__name__} does not keep to a window "
             f"of {entry.window} keys; choose another attn_implementation"
         )
+
+
+def _check_dimensions(
+    model: PreTrainedModel, layout: Layout, before: Mapping[int, int], after: Mapping[int, int]
+) -> None:
+    """Raise if as many dimensions of a layer turn as before, although some are too slow."""
+    for state in seam.attached_states(model):
+        entry = layout.layers.get(state.layer)
+        if entry is None or entry.max_period is None or not state.fixes_dimensions:
+            continue
+        if after[state.layer] >= before[state.layer]:
+            raise IncompatiblePatchError(
+                f"{after[state.layer]} dimensions turn in layer {state.layer} of "
+                f"{type(model).__name__} as before, so it cannot become {entry}; use scales "
+                "(headscale) or rope parameters (yarn)"
+            )
 
 
 def _find_rotaries(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:

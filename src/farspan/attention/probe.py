@@ -86,6 +86,24 @@ def probe(model: PreTrainedModel) -> list[Layer]:
     ]
 
 
+def turning_dimensions(model: PreTrainedModel, span: int) -> dict[int, int]:
+    """How many dimensions of the keys of each layer turn within `span` tokens."""
+    with seam.attached(model):
+        indices = {call.module: call.layer for call in seam.attention_calls(model)}
+        ids = torch.arange(TOKENS, device=model.device)[None]
+        positions = ids * max(1, span // TOKENS)
+        ids = ids % model.get_input_embeddings().num_embeddings
+        options = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        modules = list(indices)
+        first, inputs = run_replayed(model, modules, None, **options, position_ids=positions)
+        second, _ = run_replayed(model, modules, inputs, **options, position_ids=positions.flip(1))
+    counts = {}
+    for call, other in zip(first, second, strict=True):
+        change = (call.k - other.k).abs().amax((0, 1, 2))
+        counts[indices[call.module]] = int((change > MIN_CHANGE * call.k.abs().max()).sum())
+    return counts
+
+
 def _run(
     model: PreTrainedModel,
     modules: list[nn.Module],

@@ -98,6 +98,7 @@ def install_layout(
         state.layout = entry
         state.adds_rotation = entry.rotary and call.layer in without_rotation
         if call.layer in filters:
+            state.fixes_dimensions = filters[call.layer].fixes_some
             state.rotation_hook = call.module.register_forward_pre_hook(
                 filters[call.layer], with_kwargs=True
             )
@@ -164,7 +165,8 @@ def _is_partial(layout: Layout, index: int) -> bool:
 def _clear_layout(state: SeamState) -> None:
     if state.rotation_hook is not None:
         state.rotation_hook.remove()
-    state.layout, state.adds_rotation, state.rotation_hook = None, False, None
+    state.layout, state.rotation_hook = None, None
+    state.adds_rotation = state.fixes_dimensions = False
 
 
 def installed_layout(model: PreTrainedModel) -> Layout | None:
