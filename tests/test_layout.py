@@ -153,6 +153,23 @@ def test_partial_rotation_that_is_not_applied_is_refused(monkeypatch):
     set_layout(model, Layout.parse({3: "rope:100000"}))  # all dimensions are faster
 
 
+@pytest.mark.parametrize("entry", ["none/8", "rope:9/8"])
+@torch.no_grad()
+def test_rotation_by_complex_numbers_is_removed_or_limited(entry: str):
+    """Llama 4 hands its attention modules complex numbers."""
+    model, ids = family_named("llama4").build(), tokens(LENGTH)
+    reference = copy.deepcopy(model)
+    for name, frequencies in reference.named_buffers():
+        if name.endswith("inv_freq"):
+            period = 9 if entry.startswith("rope") else 0
+            frequencies.masked_fill_(frequencies * period < 2 * math.pi, 0)
+    base, expected = (each(ids, use_cache=False).logits for each in (model, reference))
+    set_layout(model, Layout.parse(dict.fromkeys(range(3), entry)))
+    logits = model(ids, use_cache=False).logits
+    assert (logits - expected).abs().max() < 1e-5
+    assert (logits - base).abs().max() > 0.1
+
+
 LAYOUTS = [
     ["rope/5", "rope/5", "rope/5", "none"],
     ["none", "rope/4", "none", "rope/4"],

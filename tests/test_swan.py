@@ -108,6 +108,24 @@ def test_swan_lowers_the_kl_and_restores_the_model(name, fitted_logits):
     assert kl_from_base(patch, name, job.search) < 0.99 * untrained
 
 
+@pytest.mark.long
+def test_a_hybrid_of_recurrent_and_nope_layers_is_converted():
+    """Its attention layers have indices with gaps, and only they change."""
+    model = BY_NAME["granitemoehybrid"].build()
+    before, job = snapshot(model), job_for(model)
+    patch = swan(model, job, replace(SETTINGS, rotation="fast"), replace(QUICK, steps=2, lr=1e-4))
+    assert_unchanged(model, before)
+    assert sorted(map(str, patch.layout.layers.values())) == ["none", f"rope/{WINDOW}"]
+    assert set(patch.layout.layers) == {1, 3}
+    patch.apply(model)
+    ids, mask = tokens(20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :6] = 0
+    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False)
+    expected = model.generate(ids, **options)
+    small = model.generate(ids, past_key_values=seam.make_cache(model), **options)
+    assert torch.equal(small, expected)
+
+
 def test_swan_refuses_models_that_have_its_layout_already():
     for name in ("cohere2", "farspan-swan", "llama4"):
         model = BY_NAME[name].build()

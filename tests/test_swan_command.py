@@ -350,6 +350,8 @@ def test_auto_tries_swan_far_beyond_the_train_length_on_a_gpu():
     far = replace(job, target=5 * LENGTH)
     candidates = registry.candidate_methods
     assert candidates(["auto"], layers, on_gpu(model), far) == ["ntk", "yarn", "swan"]
+    at_the_limit = replace(job, target=4 * LENGTH)
+    assert "swan" not in candidates(["auto"], layers, on_gpu(model), at_the_limit)
     assert "swan" not in candidates(["auto"], layers, on_gpu(model), job)
     assert "swan" not in candidates(["auto"], layers, model, far)
     assert candidates(["swan"], layers, model, job) == ["swan"]

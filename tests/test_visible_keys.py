@@ -16,6 +16,8 @@ from transformers import StaticCache
 from families import FAMILIES, Family, tokens
 from farspan.attention import seam
 from farspan.attention.backends import visible_keys
+from farspan.attention.layout import LayerLayout, Layout
+from farspan.attention.patch import set_layout
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 
@@ -88,6 +90,9 @@ STOCK_LIMITS = {
 }
 
 
+CONVERTIBLE = [family for family in FAMILIES if set(family.positions) <= {"rope", "none"}]
+
+
 def schedules(model) -> dict[str, Scales | None]:
     layers = probe(model)
     indices, shape = tuple(layer.index for layer in layers), (len(layers), layers[0].heads)
@@ -116,6 +121,39 @@ def test_every_kind_of_call_equals_a_plain_forward_pass(family: Family):
                 )
             else:
                 assert error < 2e-5, f"{kind.__name__} with {name} scales is off by {error:.1e}"
+
+
+def converted(model, kind: str) -> Layout | None:
+    """A layout as `swan` makes it: windows, and one layer that sees all keys without rotation or
+    with that of fast dimensions; None: the model has no such layer."""
+    layers = [layer for layer in probe(model) if layer.window is None]
+    rotary = [layer for layer in layers if layer.position == "rope"]
+    if not (rotary if kind == "fast" else layers):
+        return None
+    last = (rotary if kind == "fast" else layers)[-1].index
+    entries = {
+        layer.index: LayerLayout(kind == "none" or layer.position == "rope", 3) for layer in layers
+    }
+    entries[last] = LayerLayout(False) if kind == "none" else LayerLayout(True, max_period=20)
+    return Layout(entries)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["none", "fast"])
+@pytest.mark.parametrize("family", CONVERTIBLE, ids=lambda family: family.name)
+@torch.no_grad()
+def test_every_kind_of_call_of_a_converted_model_equals_a_plain_one(family: Family, kind: str):
+    """Windows, removed and partial rotation, and scales that grow, all at once."""
+    model, ids = family.build(), tokens(LENGTH)
+    if (layout := converted(model, kind)) is None:
+        pytest.skip("the model has no layer that could become global so")
+    set_layout(model, layout)
+    seam.install(model, schedules(model)["log"])
+    expected = plain(model, ids)
+    for call in KINDS:
+        if (family.name, call.__name__) not in STOCK_LIMITS:
+            error = (call(model, ids) - expected).abs().max() / expected.abs().max()
+            assert error < 2e-5, f"{call.__name__} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("queries", [1, 3, 8])
