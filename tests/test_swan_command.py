@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ from families import SHAPE, randomized, tokens
 from farspan.attention import model_facts, seam
 from farspan.attention.patch import set_rope
 from farspan.attention.probe import Layer, probe
+from farspan.bundled import resolve_bundled
 from farspan.cli import app
 from farspan.cli.console import console
 from farspan.errors import FarspanError, PreemptedError
+from farspan.files import check_manifest
 from farspan.methods import layer_costs, registry
 from farspan.methods import swan as swan_module
 from farspan.methods import tuning as tuning_module
@@ -517,3 +520,14 @@ def test_a_resumed_run_keeps_the_layout_that_was_chosen(tmp_path, monkeypatch):
     assert again.details["choice"] == job.details["choice"]
     other = swan_module._stored_layout(model, make_teacher(model), job_for(model), SETTINGS)
     assert other.global_layers == (0,)
+
+
+def test_the_bundled_conversion_has_the_recipe_of_its_command():
+    """And a manifest that lists it."""
+    folder = Path(resolve_bundled("swan-twin"))
+    card = (folder / "README.md").read_text()
+    overrides = re.findall(r"(?:swan\.\w+|passkeys)=\S+", card.partition("## Reproduce")[2])
+    assert "swan.answers=0" in overrides
+    assert read_extend_config(folder / "recipe.toml") == read_extend_config(None, overrides)
+    check_manifest(folder)
+    assert "recipe.toml" in (folder / "manifest.json").read_text()
