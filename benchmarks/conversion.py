@@ -26,6 +26,7 @@ from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.evals.passkey import passkey_accuracy
 from farspan.files import write_text
+from farspan.intervals import mean_bound
 from farspan.lengths import doublings
 from farspan.model.loss import losses_by_context
 
@@ -57,12 +58,16 @@ def main() -> None:
     contexts = doublings(args.shortest or patch.train_length // 8, args.longest)
     args.scored = args.scored or min(512, contexts[0] // 2)
     inside = [context for context in contexts if context <= patch.train_length]
-    windows = torch.cat(
-        [
-            cut_windows(read_documents(text), tokenizer, args.longest, args.windows).ids
-            for text in args.text
-        ]
-    )
+    cut = [
+        cut_windows(read_documents(text), tokenizer, args.longest, args.windows)
+        for text in args.text
+    ]
+    windows = torch.cat([each.ids for each in cut])
+    documents = [
+        f"{text} {number}"
+        for text, each in zip(args.text, cut, strict=True)
+        for number in each.documents
+    ]
     losses: dict[str, dict[int, list[float]]] = {}
     passkeys: dict[str, dict[str, float]] = {}
     losses["base"], passkeys["base"] = measure(base, tokenizer, windows, inside, args)
@@ -71,18 +76,20 @@ def main() -> None:
         if slope is not None:
             set_slope(model, patch, slope)
         losses[name], passkeys[name] = measure(model, tokenizer, windows, contexts, args)
-        print(f"{name}, {len(windows)} windows: loss minus that of the base")
+        size = f"{len(windows)} windows of {len(set(documents))} documents"
+        print(f"{name}, {size}: loss minus that of the base")
         for context in contexts:
             expected = losses["base"][min(context, inside[-1])]
             difference = np.subtract(losses[name][context], expected)
-            bound = 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
-            print(f"  {context:7,d}  {difference.mean():+.4f} ± {bound:.4f}", flush=True)
+            bound = mean_bound(difference, documents)
+            shown = "" if bound is None else f" ± {bound:.4f}"
+            print(f"  {context:7,d}  {difference.mean():+.4f}{shown}", flush=True)
     rounded = {
         name: {str(context): np.round(values, 5).tolist() for context, values in own.items()}
         for name, own in losses.items()
     }
     record = {"label": args.patch.name, "group": args.group, "texts": args.text}
-    record |= {"scored": args.scored, "losses": rounded}
+    record |= {"scored": args.scored, "documents": documents, "losses": rounded}
     if args.keys:
         record["passkeys"] = {"n": 10 * args.keys, **passkeys}
     write_text(args.out, json.dumps(record) + "\n")

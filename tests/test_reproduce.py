@@ -516,11 +516,12 @@ def test_same_tokens_are_scored_with_every_context(tiny):
             np.mean(result["loss"]["books_val"][-1]), rel=0.2
         )
     assert converted["patch"]["layout"]
+    assert len(base["documents"]["books_val"]) == len(losses[str(length)])
     assert base["same_tokens"] != converted["same_tokens"]
     assert "on the same tokens" in (tiny / "out" / "tables.md").read_text()
 
 
-def test_paired_differences_have_intervals_over_windows():
+def test_paired_differences_have_intervals_over_documents_or_windows():
     base, patched = make_result("a", "none", 512), make_result("a", "swan", 512)
     base["same_tokens"] = {"text": {"512": [3.0, 4.0, 5.0], "1024": [4.0, 5.0, 7.0]}}
     patched["same_tokens"] = {"text": {"512": [3.1, 4.1, 5.1], "1024": [3.0, 4.1, 5.2]}}
@@ -529,6 +530,10 @@ def test_paired_differences_have_intervals_over_windows():
     assert rows[0][3] == "+0.000 ± 0.000"
     assert rows[1][3] == "+0.100 ± 0.000"
     assert rows[1][4] == "+0.100 ± 0.113"
+    for documents, shown in ([0, 1, 2], "± 0.113"), ([0, 0, 1], "± 0.131"), ([0, 0, 0], ""):
+        patched["documents"] = {"text": documents}
+        assert paired_table([base, patched], "text")[1][1][4] == f"+0.100 {shown}".strip()
+    del patched["documents"]
     assert paired_table([patched], "text")[1] == [], "without the model as trained"
     for cell in (base, patched):
         cell["same_tokens"]["text"] = {"512": cell["same_tokens"]["text"]["512"][:1]}

@@ -75,6 +75,16 @@ def short_documents(count: int) -> list[Document]:
     return [Document(f"d{number}", f"note {number} " * 8) for number in range(count)]
 
 
+def test_windows_know_their_documents(tokenizer):
+    """Documents take turns, and one may have more windows than another."""
+    texts = [Document(name, f"{name} " * count) for name, count in (("b", 12), ("c", 4), ("d", 9))]
+    windows = cut_windows(texts, tokenizer, 4, 5)
+    names = [tokenizer.decode(row).strip()[0] for row in windows.ids]
+    assert len(windows.ids) == 5
+    assert [texts[number].name for number in windows.documents] == names
+    assert sorted(set(windows.documents)) == [0, 1, 2]
+
+
 def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
     documents = short_documents(12)
     with pytest.raises(FarspanError, match="no document has 100 tokens"):

@@ -1,8 +1,10 @@
-"""Intervals of a bootstrap, for any estimate."""
+"""Intervals: of means whose values share documents, and of a bootstrap for any estimate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,21 @@ def bootstrap_interval(value: float, draws: np.ndarray, n: int) -> tuple[float, 
     """
     low, high = value + _small_sample_factor(n) * (np.quantile(draws, (0.025, 0.975)) - value)
     return float(low), float(high)
+
+
+def mean_bound(values: np.ndarray, documents: Sequence[Any] | None = None) -> float | None:
+    """Half of the 95% interval of a mean; None if there is one value or one document.
+
+    documents: of which document each value is. Values of one document are not independent, so the
+    deviations of a document count as one.
+    """
+    deviations = np.asarray(values) - np.mean(values)
+    documents = range(len(values)) if documents is None else documents
+    _, groups = np.unique(documents, return_inverse=True)
+    sums = np.bincount(groups, weights=deviations)
+    if len(sums) < 2:
+        return None
+    return 1.96 * math.sqrt((sums**2).sum() * len(sums) / (len(sums) - 1)) / len(values)
 
 
 def _small_sample_factor(n: int) -> float:

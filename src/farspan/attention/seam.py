@@ -216,7 +216,8 @@ def make_cache(model: PreTrainedModel) -> DynamicCache:
     """
     cache = DynamicCache(config=model.config)
     layout = installed_layout(model)
-    if layout is None or getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    if layout is None or shared:
         return cache
     for index, window in layout.windows.items():
         while index >= len(cache.layers):

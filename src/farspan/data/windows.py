@@ -32,6 +32,13 @@ class Windows:
     used: tuple[dict[str, Any], ...]  # document, tokens that were read, start of each window
     skipped: tuple[dict[str, Any], ...]  # document, its tokens, why
 
+    @property
+    def documents(self) -> list[int]:
+        """The number of the document of each window; documents take turns."""
+        counts = [len(entry["starts"]) for entry in self.used]
+        turns = range(max(counts))
+        return [number for turn in turns for number, count in enumerate(counts) if turn < count]
+
     def starting_with(self, tokens: Sequence[int]) -> Windows:
         """These windows with tokens in front of each."""
         return replace(self, ids=prepend(self.ids, tokens))

@@ -10,6 +10,7 @@ from scipy.stats import spearmanr
 
 from farspan.diagnosis.curves import mean_before
 from farspan.evals.scores import Score
+from farspan.intervals import mean_bound
 from farspan.lab.ranking import Table
 
 Cell = dict[str, Any]  # the results of one model, method, factor and seed
@@ -67,7 +68,9 @@ def loss_table(cells: Sequence[Cell], text: str) -> Table:
 
 
 def paired_table(cells: Sequence[Cell], text: str) -> Table:
-    """Differences in nats with 95% intervals over windows, for every length of the context.
+    """Differences in nats with 95% intervals over documents, for every length of the context.
+
+    Cells of earlier releases do not name the document of a window: they have those over windows.
 
     The loss of the model as trained, with as much context as it was trained on, is subtracted
     window by window. Seeds are averaged first.
@@ -86,17 +89,19 @@ def paired_table(cells: Sequence[Cell], text: str) -> Table:
             context: np.mean([cell["same_tokens"][text][context] for cell in group], axis=0)
             for context in contexts
         }
-        differences = (paired_difference(losses[context] - before) for context in contexts)
+        documents = group[0].get("documents", {}).get(text)
+        differences = (
+            paired_difference(losses[context] - before, documents) for context in contexts
+        )
         rows.append([*names, *differences])
     return ["model", "method", "for", *contexts], rows
 
 
-def paired_difference(values: np.ndarray) -> str:
+def paired_difference(values: np.ndarray, documents: Sequence[int] | None = None) -> str:
     """The mean of paired differences, and half of its 95% interval, which one value has not."""
     mean = f"{np.mean(values):+.3f}".replace("-", "−")
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {1.96 * np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
+    bound = mean_bound(values, documents)
+    return mean if bound is None else f"{mean} ± {bound:.3f}"
 
 
 def heads_table(cells: Sequence[Cell]) -> Table:

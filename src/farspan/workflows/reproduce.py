@@ -34,7 +34,7 @@ from farspan.cells import (
     repeat_until_done,
 )
 from farspan.data.documents import read_documents
-from farspan.data.windows import cut_windows
+from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import Curves, join_curves, measure_curves
 from farspan.diagnosis.knees import KneeRule, find_knee
@@ -359,20 +359,18 @@ class StudyTexts:
         self.study = study
         # (model, target, constraint, windows) -> best λ̂
         self.uniform_scales: dict[tuple[str, int, bool, int], float] = {}
-        self._windows: dict[tuple[str | int, ...], torch.Tensor] = {}
+        self._windows: dict[tuple[str | int, ...], Windows] = {}
         self._weight_hashes: dict[Path, list[str]] = {}
         self._begins: dict[Path, tuple[int, ...]] = {}
 
-    def windows(
-        self, file: str, model: str, tokenizer: Any, length: int, limit: int
-    ) -> torch.Tensor:
+    def windows(self, file: str, model: str, tokenizer: Any, length: int, limit: int) -> Windows:
         key = (file, model, length, limit)
         if key not in self._windows:
             # Drop the windows of the previous model: its cells are done.
-            self._windows = {old: ids for old, ids in self._windows.items() if old[1] == model}
+            self._windows = {old: kept for old, kept in self._windows.items() if old[1] == model}
             documents = read_documents(self.study.path(file))
             begin = begin_of_text(tokenizer)
-            self._windows[key] = cut_windows(documents, tokenizer, length, limit, begin=begin).ids
+            self._windows[key] = cut_windows(documents, tokenizer, length, limit, begin=begin)
         return self._windows[key]
 
     def search_windows(
@@ -391,8 +389,8 @@ class StudyTexts:
                 packed=study.extension.packed,
                 folder=study.folder,
                 begin=begin_of_text(tokenizer),
-            ).ids
-        return self._windows[key]
+            )
+        return self._windows[key].ids
 
     def begin_of_text(self, folder: Path) -> tuple[int, ...]:
         """The token that the texts of a model begin with, if any."""
@@ -517,7 +515,7 @@ def _fit(
     target = length * cell.factor
     windows = search_windows(method.split("+"), config, target, length)
     search = texts.search_windows(cell.model, tokenizer, *windows, length, cell.seed)
-    choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows)
+    choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows).ids
     layers = probe(model)
     settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}
     settings |= {"tokenizer": tokenizer, "begin": tuple(begin_of_text(tokenizer))}
@@ -548,7 +546,8 @@ def _measure(
     longest = length * study.report_factor
     result: Result = {"loss": {}, "passkey": {}}
     for file in study.report:
-        ids = texts.windows(file, cell.model, tokenizer, longest, study.report_windows)
+        windows = texts.windows(file, cell.model, tokenizer, longest, study.report_windows)
+        ids = windows.ids
         curves = _curves(model, ids, length, entropy=file == study.report[0])
         result["loss"][text_name(file)] = curves.loss.round(4).tolist()
         if study.same_tokens:
@@ -558,6 +557,7 @@ def _measure(
             result.setdefault("same_tokens", {})[text_name(file)] = {
                 str(context): np.round(values, 5).tolist() for context, values in losses.items()
             }
+            result.setdefault("documents", {})[text_name(file)] = windows.documents
         if file == study.report[0]:
             result |= _entropy_and_knees(curves, length, min(cell.factor, study.report_factor))
     prompt_length = length
@@ -614,7 +614,7 @@ def _measure_grid(
     study, length = texts.study, config_train_length(model.config) or 0
     windows = texts.windows(
         study.choose, cell.model, tokenizer, 8 * length, study.extension.choose_windows
-    )
+    ).ids
     settings: dict[str, Any] = {"name": cell.model, "begin": begin.ids, "progress": progress}
     job = make_fit_job(model, probe(model), 8 * length, length, windows, windows, **settings)
     grid = full_grid(model, job, windows, study.grid_low, study.grid_high, bins=64)
