@@ -423,7 +423,7 @@ def test_a_live_export_holds_partial_rotation(tmp_path):
 @pytest.mark.parametrize(
     ("name", "format", "layout", "parts", "message"),
     [
-        ("llama", "stock", SWAN, {"scales": "log"}, "'log' grow with the context.*--format live"),
+        ("llama", "stock", SWAN, {"scales": "log"}, "grow .* and layers see 5 keys.*--format live"),
         (
             "llama",
             "stock",
