@@ -90,7 +90,7 @@ def test_every_law_is_recognized_at_any_width(formula, basis, width, monkeypatch
 POSITIONS = torch.tensor([0, *(2**power for power in range(22))], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("width", [100, 2048, 131_072])
+@pytest.mark.parametrize("width", [1, 100, 2048, 131_072])
 def test_a_power_of_the_length_is_recognized_at_any_width(width: int):
     """Relative to the first token, as norms are measured."""
     factors = ((1 + (POSITIONS + 1) / width) / (1 + 1 / width)) ** 0.1
@@ -256,3 +256,68 @@ def test_the_norms_of_all_heads_are_read():
     norms = temperature_module._norm_reader(model, layers)(3)
     assert norms.shape == (len(layers), layers[0].heads)
     assert len(set(norms[0].tolist())) == layers[0].heads, "heads of random weights differ"
+
+
+@pytest.mark.parametrize(
+    ("width", "rate"),
+    [
+        (8192, 0.003),  # a growth of 1.7% at the longest position
+        (1.5, 0.1),
+    ],
+)
+def test_a_clamped_logarithm_is_recognized_when_it_grows_little_or_early(width, rate):
+    factors = 1 + rate * ((POSITIONS + 1) / width).clamp(min=1).log()
+    assert (
+        temperature_module._fit(POSITIONS, factors[None]).law
+        == f"1 + {{rate}}·ln(max(n/{width}, 1))"
+    )
+
+
+EXACT = 2**-10  # a deviation that floats hold exactly, close to MAX_DEVIATION
+
+
+def test_a_deviation_of_the_tolerance_is_no_growth(monkeypatch):
+    def law(position: int) -> float:
+        return 1.0 + (position >= 10) * EXACT + (position >= 100)
+
+    factors = {p: torch.tensor([[law(p)]]) for p in (0, 1, 64, 128, 256, LONGEST)}
+    temperature_module._sample_onset(factors, lambda p: torch.tensor([[law(p)]]), 0, EXACT)
+    assert {99, 100, 200} <= set(factors)
+    assert not {9, 20} & set(factors)
+
+    monkeypatch.setattr(temperature_module, "_norm_reader", lambda model, layers: norms_at)
+
+    def norms_at(position: int) -> Tensor:
+        return torch.tensor([[2 + 2 * EXACT * (position > 0)]])
+
+    assert temperature_module._sample(None, (), None, EXACT)[1] == []
+
+    monkeypatch.setattr(temperature_module, "MAX_DEVIATION", EXACT)
+    positions = torch.tensor([0.0, 9, 99, 199], dtype=torch.float64)
+    rows = torch.tensor([[1, 1 + EXACT, 1.1, 1.2]], dtype=torch.float64)
+    laws = [fit.law for fit in temperature_module._floor_fits(positions, rows)]
+    assert laws == ["1 + {rate}·ln(1 + ⌊n/100⌋)", "1 + {rate}·ln(1 + ⌊p/99⌋)"]
+
+    grown = 1 + 0.1 * ((POSITIONS + 1) / 1024).clamp(min=1).log()
+    grown[3] = 1 + 10 * EXACT
+    (fit,) = temperature_module._clamp_fit(POSITIONS, grown[None])
+    assert fit.law == "1 + {rate}·ln(max(n/1024, 1))", "the line is of what grew by more"
+
+
+@pytest.mark.long
+def test_a_half_precision_model_that_grows_by_more_than_its_rounding_is_reported():
+    def grow(q: Tensor, p: Tensor) -> Tensor:  # by 1.5% at the longest position
+        return (q.float() * (1 + 0.00105 * (p.float() + 1).log())).to(q.dtype)
+
+    model = llama_with(grow).bfloat16()
+    (temperature,) = temperatures(model, probe(model))
+    assert temperature.at(LONGEST + 1)[1] == pytest.approx(1.015, abs=4e-3)
+
+
+def test_norms_are_those_of_a_token_that_is_no_padding():
+    """Padding is often all zeros, which have no norm."""
+    model = llama_with(lambda q, p: q)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:-1] = 0
+    norms = temperature_module._norm_reader(model, probe(model))(3)
+    assert float(norms.min()) > 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from farspan.attention import seam
@@ -72,7 +72,7 @@ def temperatures(
     tolerance = MAX_DEVIATION if model.dtype.itemsize > 2 else MAX_HALF_DEVIATION
     try:
         with seam.observing(model, lambda call: None):  # on the seam once, not at every length
-            norms, growing = _sample(model, layers, length, tolerance)
+            sampled, growing = _sample(model, layers, length, tolerance)
     except Exception as error:
         raise FarspanError(
             f"whether {type(model).__name__} has a built-in temperature is unknown: it cannot run "
@@ -83,8 +83,8 @@ def temperatures(
         seam.run_two_tokens(model)  # rotations that follow the length return to their own
     if not growing:
         return []
-    positions = torch.tensor(sorted(norms))
-    factors = torch.stack([norms[int(p)] / norms[0] for p in positions], dim=-1)[growing]
+    positions = torch.tensor(sorted(sampled))
+    factors = torch.stack([sampled[int(p)] for p in positions], dim=-1)[growing]
     indices = [layers[index].index for index in growing]
     return _group(indices, positions, factors.double(), tolerance)
 
@@ -92,21 +92,27 @@ def temperatures(
 def _sample(
     model: PreTrainedModel, layers: Sequence[Layer], length: int | None, tolerance: float
 ) -> tuple[dict[int, Tensor], list[int]]:
-    """The norms of the queries at a few dozen positions, and the layers where they grow; at two
-    positions if they grow nowhere."""
+    """The norms of the queries at a few dozen positions, relative to the first token, and the
+    layers where they grow; at two positions if they grow nowhere."""
     norms_at = _norm_reader(model, layers)
-    norms = {0: norms_at(0), LONGEST: norms_at(LONGEST)}
-    growth = (norms[LONGEST] / norms[0] - 1).abs()
+    first = norms_at(0)
+
+    def factors_at(position: int) -> Tensor:
+        return norms_at(position) / first
+
+    factors = {0: torch.ones_like(first), LONGEST: factors_at(LONGEST)}
+    growth = (factors[LONGEST] - 1).abs()
     growing = [index for index, row in enumerate(growth) if row.max() > tolerance]
     if not growing:
-        return norms, growing
+        return factors, growing
     for position in (2**power for power in range(int(math.log2(LONGEST)))):
-        norms[position] = norms_at(position)
-    if length and length <= LONGEST:
-        norms[length - 1] = norms_at(length - 1)
+        factors[position] = factors_at(position)
+    if length:
+        last = min(length, LONGEST) - 1
+        factors[last] = factors_at(last)
     for index in growing:  # a floor shows its width at its first step only
-        _sample_onset(norms, norms_at, index, tolerance)
-    return norms, growing
+        _sample_onset(factors, factors_at, index, tolerance)
+    return factors, growing
 
 
 def _norm_reader(model: PreTrainedModel, layers: Sequence[Layer]) -> Callable[[int], Tensor]:
@@ -114,14 +120,17 @@ def _norm_reader(model: PreTrainedModel, layers: Sequence[Layer]) -> Callable[[i
     modules = [layer.module for layer in layers]
     last = model.get_input_embeddings().num_embeddings - 1  # the first may be padding: all zeros
     ids = torch.tensor([[last]], device=model.device)
-    inputs: dict = {}
+
+    def run(position: int, replay: dict[nn.Module, Tensor] | None):
+        past = _EmptyPast(model, position)
+        return run_replayed(
+            model, modules, replay, input_ids=ids, past_key_values=past, use_cache=True
+        )
+
+    _, inputs = run(0, None)
 
     def norms_at(position: int) -> Tensor:
-        past = _EmptyPast(model, position)
-        calls, received = run_replayed(
-            model, modules, inputs or None, input_ids=ids, past_key_values=past, use_cache=True
-        )
-        inputs.update({} if inputs else received)
+        calls, _ = run(position, inputs)
         heads = max(call.q.shape[1] for call in calls)
         rows = [call.q[0, :, 0].float().norm(dim=-1).cpu() for call in calls]
         # Layers with fewer heads repeat one, which changes no range.
@@ -131,21 +140,24 @@ def _norm_reader(model: PreTrainedModel, layers: Sequence[Layer]) -> Callable[[i
 
 
 def _sample_onset(
-    norms: dict[int, Tensor], norms_at: Callable[[int], Tensor], layer: int, tolerance: float
+    factors: dict[int, Tensor],
+    factors_at: Callable[[int], Tensor],
+    layer: int,
+    tolerance: float,
 ) -> None:
     """Sample the first position whose factor is not 1 and the one before, by bisection, and the
     double of the first, where ⌊n/F⌋ and ⌊p/F⌋ differ."""
 
     def grown(position: int) -> bool:
-        return bool(((norms[position] / norms[0])[layer] - 1).abs().max() > tolerance)
+        return bool((factors[position][layer] - 1).abs().max() > tolerance)
 
-    high = min(position for position in norms if grown(position))
-    low = max(position for position in norms if position < high)
+    high = min(position for position in factors if grown(position))
+    low = max(position for position in factors if position < high)
     while high - low > 1:
         middle = (low + high) // 2
-        norms[middle] = norms_at(middle)
+        factors[middle] = factors_at(middle)
         low, high = (low, middle) if grown(middle) else (middle, high)
-    norms[2 * high] = norms_at(2 * high)
+    factors[2 * high] = factors_at(2 * high)
 
 
 @dataclass(frozen=True)
@@ -234,26 +246,27 @@ def _clamp_fit(positions: Tensor, factors: Tensor) -> list[_Fit]:
         return []
     centered = x - x.mean()
     rate = (centered * y).sum() / centered.square().sum()
-    width = float(torch.exp(x.mean() - (y.mean() - 1) / rate))
-    if not 1 < width < LONGEST:
-        return []
+    # At a width of 1 it is the plain logarithm, which is simpler.
+    width = max(1.0, float(torch.exp(x.mean() - (y.mean() - 1) / rate)))
     basis = ((positions + 1) / width).clamp(min=1).log()
     return [_linear_fit(f"1 + {{rate}}·ln(max(n/{width:.4g}, 1))", basis, factors)]
 
 
 def _power_fit(positions: Tensor, factors: Tensor) -> _Fit:
-    """(1 + n/F)^rate (Beam): F by a grid that narrows, the rate by least squares.
+    """(1 + n/F)^rate (Beam): F by a search, the rate by least squares.
 
     Relative to the first token this is (1 + p/(F + 1))^rate."""
+    from scipy.optimize import minimize_scalar
+
     y = factors.mean(0).log()
-    centre, span = math.log(LONGEST) / 2, math.log(LONGEST) / 2
-    rate = torch.zeros(())
-    for _ in range(8):
-        widths = torch.linspace(centre - span, centre + span, 201, dtype=torch.float64).exp()
-        basis = torch.log1p(positions / widths[:, None])  # [F, P]
-        rates = (basis * y).sum(-1) / basis.square().sum(-1)
-        best = int((rates[:, None] * basis - y).square().sum(-1).argmin())
-        centre, span, rate = math.log(float(widths[best])), span / 20, rates[best]
-    width = math.exp(centre)
+
+    def fit(log_width: float) -> tuple[Tensor, Tensor]:
+        basis = torch.log1p(positions / math.exp(log_width))
+        rate = (basis * y).sum() / basis.square().sum()
+        return rate, (rate * basis - y).square().sum()
+
+    bounds = (0.0, math.log(LONGEST))
+    search = minimize_scalar(lambda x: float(fit(x)[1]), bounds=bounds, method="bounded")
+    rate, width = fit(search.x)[0], math.exp(search.x)
     fitted = (1 + positions / width) ** rate
     return _as_fit(f"(1 + n/{width - 1:.4g})^{{rate}}", rate.expand(len(factors)), fitted, factors)
