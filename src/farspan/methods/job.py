@@ -208,31 +208,33 @@ def search_best(
 
     The search refines a coarse grid around its best value. NaN and infinite losses are the worst.
     """
-    losses: dict[float, float] = {}
+    steps_per_unit = round(1 / step)
+    losses: dict[int, float] = {}  # by multiples of the step
+
+    def multiple(value: float) -> int:
+        return round(value / step)
 
     def cached_loss(value: float) -> float:
-        value = round(round(value / step) * step, 6)
-        if value not in losses:
-            computed = loss(value)
-            losses[value] = computed if math.isfinite(computed) else math.inf
-        return losses[value]
+        number = multiple(value)
+        if number not in losses:
+            computed = loss(number / steps_per_unit)
+            losses[number] = computed if math.isfinite(computed) else math.inf
+        return losses[number]
 
     values = sorted(coarse)
     width = min(after - before for before, after in pairwise(values))
+    first, last = multiple(values[0]), multiple(values[-1])
     best = min(values, key=cached_loss)
     while width > step * 1.001:
         width = max(step, width / 4)
         around = [best + width * number for number in range(-3, 4)]
-        best = min(
-            (value for value in around if values[0] <= round(value, 6) <= values[-1]),
-            key=cached_loss,
-        )
-    best = round(round(best / step) * step, 6)
-    if losses[best] == math.inf:
+        best = min((value for value in around if first <= multiple(value) <= last), key=cached_loss)
+    if cached_loss(best) == math.inf:
         raise FarspanError(
             "no scale gives a finite loss on this text; check the model with `farspan diagnose`"
         )
-    return best, losses
+    by_value = {number / steps_per_unit: value for number, value in losses.items()}
+    return multiple(best) / steps_per_unit, by_value
 
 
 def grid_size(coarse: Sequence[float], step: float) -> int:

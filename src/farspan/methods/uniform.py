@@ -14,7 +14,7 @@ from farspan.attention.patch import Patch
 from farspan.intervals import bootstrap_interval
 from farspan.methods.job import FitJob, loss_by_position, scaled_loss, search_best
 
-COARSE = tuple(round(0.8 + 0.2 * number, 2) for number in range(12))  # 0.80 … 3.00
+COARSE = tuple(number / 5 for number in range(4, 16))  # 0.80 … 3.00
 STEP = 0.01
 
 
@@ -48,7 +48,7 @@ def full_grid(
     model: PreTrainedModel, job: FitJob, windows: Tensor, low: float, high: float, bins: int
 ) -> ScaleGrid:
     """Every λ̂ from low to high in steps of 0.01 over whole windows (Appendix B, Figure 7)."""
-    values = np.round(np.arange(round(low / STEP), round(high / STEP) + 1) * STEP, 2)
+    values = np.arange(round(low / STEP), round(high / STEP) + 1) / round(1 / STEP)
     advance = job.progress("grid", len(values))
     rows = []
     try:
