@@ -81,7 +81,7 @@ def _key(model: PreTrainedModel) -> str:
         values.pop(name, None)
     owner = f"{type(model).__module__}.{type(model).__qualname__}"
     parts = [owner, model.config._attn_implementation, values]
-    return json.dumps(parts, sort_keys=True, default=str)
+    return json.dumps(parts, default=str)
 
 
 def _small_difference(model: PreTrainedModel, on_seam: OnSeam) -> float:

@@ -89,47 +89,53 @@ def narrow_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 # What no position, window or temperature depends on.
 _WIDTHS = {
-    "vocab_size": 64,
-    "vocab_size_per_layer_input": 64,
-    "ngram_vocab_size_base": 64,
-    "intermediate_size": 64,
-    "intermediate_size_mlp": 64,
-    "dense_intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "moe_hidden_size": 32,
-    "shared_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64,
-    "num_local_experts": 2,
-    "num_experts": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_num_heads": 2,
-    "o_lora_rank": 64,
-    "mamba_d_state": 16,
-    "ssm_state_size": 16,
-    "mamba_chunk_size": SPAN,  # shorter texts are padded to it
-    "chunk_size": SPAN,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "vocab_size_per_layer_input",
+            "ngram_vocab_size_base",
+            "intermediate_size",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "o_lora_rank",
+        ),
+        64,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "moe_hidden_size",
+            "shared_intermediate_size",
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        (
+            "num_local_experts",
+            "num_experts",
+            "n_routed_experts",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_num_heads",
+        ),
+        2,
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 16),
+    # Shorter texts are padded to it.
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), SPAN),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 
 
 _TOWER = {
-    "num_hidden_layers": 1,
-    "depth": 1,
-    "num_layers": 1,
-    "hidden_size": 128,
-    "embed_dim": 128,
-    "num_heads": 2,
-    "num_attention_heads": 2,
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers"), 1),
+    **dict.fromkeys(("hidden_size", "embed_dim"), 128),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
     "intermediate_size": 64,
 }
 
@@ -144,16 +150,21 @@ def short_config(config: PreTrainedConfig) -> PreTrainedConfig:
     _set(
         text,
         {
-            "sliding_window": SPAN,
-            "sliding_window_size": SPAN,
-            "window_size": SPAN,
-            "attention_chunk_size": SPAN,
-            "index_topk": SPAN,
-            "index_kpool": SPAN // 2,
-            "index_block_size": SPAN // 2,
+            **dict.fromkeys(
+                (
+                    "sliding_window",
+                    "sliding_window_size",
+                    "window_size",
+                    "attention_chunk_size",
+                    "index_topk",
+                    "indexer_budget",
+                ),
+                SPAN,
+            ),
+            **dict.fromkeys(
+                ("index_kpool", "index_block_size", "indexer_compress_ratio"), SPAN // 2
+            ),
             "index_topk_blocks": 2,
-            "indexer_budget": SPAN,
-            "indexer_compress_ratio": SPAN // 2,
         },
     )
     kinds = layer_kinds(text)
@@ -202,8 +213,7 @@ def keep_layers(config: PreTrainedConfig, count: int) -> None:
 def _small_towers(config: PreTrainedConfig, hidden: int) -> None:
     """Leave one layer to the encoders of images and sound, which text does not reach."""
     text = config.get_text_config()
-    if config is not text:
-        _set(config, {"projector_hidden_size": 64, "out_hidden_size": 64})
+    _set(config, dict.fromkeys(("projector_hidden_size", "out_hidden_size"), 64))
     for name in config.sub_configs:
         tower = getattr(config, name, None)
         if isinstance(tower, PreTrainedConfig) and tower is not text:
