@@ -171,7 +171,7 @@ def visible_keys(
     if mask is not None and not flash:
         return visible_mask(mask)[:, 0].sum(dim=-1)
     if mask is not None:
-        counts = mask.long().cumsum(-1)[:, -queries:]
+        counts = mask.long().cumsum(1)[:, -queries:]
     else:  # causal; a single query sees the whole cache
         first = keys - queries + 1 if flash or queries == 1 else 1
         counts = torch.arange(first, first + queries, device=q.device)[None]

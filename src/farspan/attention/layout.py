@@ -44,14 +44,15 @@ class LayerLayout:
     def parse(cls, text: str) -> LayerLayout:
         """`rope/512` -> rotary with a window of 512 keys; `none` -> global without rotation."""
         match = _LAYER.fullmatch(text) if isinstance(text, str) else None
-        window, period = (int(match[key] or 0) for key in ("window", "period")) if match else (1, 1)
-        if match is None or 0 < window < MIN_WINDOW or 0 < period < MIN_PERIOD:
-            raise FarspanError(
-                f"layer layout {text!r} is unknown; write it as rope, rope/512, rope:8192, none or "
-                f"none/512, with a window of {MIN_WINDOW} or more and a period of {MIN_PERIOD} or "
-                "more"
-            )
-        return cls(text.startswith("rope"), window or None, period or None)
+        if match is not None:
+            window, period = (int(match[key] or 0) for key in ("window", "period"))
+            if not (0 < window < MIN_WINDOW or 0 < period < MIN_PERIOD):
+                return cls(text.startswith("rope"), window or None, period or None)
+        raise FarspanError(
+            f"layer layout {text!r} is unknown; write it as rope, rope/512, rope:8192, none or "
+            f"none/512, with a window of {MIN_WINDOW} or more and a period of {MIN_PERIOD} or "
+            "more"
+        )
 
     def __str__(self) -> str:
         kind = "rope" if self.rotary else "none"

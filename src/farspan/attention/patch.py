@@ -388,12 +388,11 @@ def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
             rotary.config = config
             parent.register_module(name, rotary)
 
-    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
         modules = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
         set_modules(trial.rope_parameters, modules)
         with seam.eval_mode(model):
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=seam.two_tokens(model), use_cache=False)
     except Exception as error:  # the type needs more parameters, or the family reads other ones
         set_modules(before, [rotary for _, _, rotary in rotaries])
         raise IncompatiblePatchError(

@@ -201,7 +201,7 @@ def _encoding(call: seam.Call, other: seam.Call, turned: seam.Call, takes_positi
     if bias.function is None:
         return "unknown"  # it depends on more than distance
     distance = bias.tensor()[0, :, -1]  # [H, K] for the last query
-    steps = distance.diff(dim=-1)
+    steps = distance.diff()
     linear = torch.allclose(steps, steps[:, :1].expand_as(steps)) and bool(steps.abs().max() > 0)
     return "alibi" if linear else "t5"
 
@@ -257,7 +257,7 @@ def _counts_up(table: nn.Embedding, rows: Tensor) -> bool:
     if rows.shape[-1] != table.embedding_dim:
         return False
     rows = rows.reshape(-1, rows.shape[-1])
-    starts = (weight == rows[0]).all(-1).nonzero().flatten()
+    starts = (weight == rows[0]).all(1).nonzero().flatten()
     return any(torch.equal(weight[start : start + len(rows)], rows) for start in starts)
 
 

@@ -112,7 +112,11 @@ def _rotation_filters(
     filters = {
         index: RotationFilter() for index, entry in layout.layers.items() if not entry.rotary
     }
-    partial = {call.module: call.layer for call in calls if _is_partial(layout, call.layer)}
+    partial = {
+        call.module: (call.layer, entry.max_period)
+        for call in calls
+        if (entry := layout.layers.get(call.layer)) is not None and entry.max_period is not None
+    }
     if not partial:
         return filters
 
@@ -124,8 +128,8 @@ def _rotation_filters(
 
     def read_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         def read(rotation: Any) -> Any:
-            if (index := partial.get(module)) is not None:
-                max_period = layout.layers[index].max_period or 0
+            if module in partial:
+                index, max_period = partial[module]
                 filters[index] = RotationFilter(step_angles(rotation), max_period)
             if isinstance(rotation, Tensor):
                 return rotation
@@ -142,7 +146,7 @@ def _rotation_filters(
             hook = call.module.register_forward_pre_hook(read_rotation, with_kwargs=True)
             stack.callback(hook.remove)
         run_two_tokens(model)
-    for index in partial.values():
+    for index, _ in partial.values():
         if index not in filters:
             raise FarspanError(
                 f"{type(model).__name__} does not hand the rotation to its attention modules, so "
@@ -155,11 +159,6 @@ def _rotation_filters(
 def _in_float32(module: nn.Module, args: tuple) -> tuple:
     """A forward pre-hook of a rotary module, whose result has the dtype of its first argument."""
     return (args[0].float(), *args[1:]) if args else args
-
-
-def _is_partial(layout: Layout, index: int) -> bool:
-    entry = layout.layers.get(index)
-    return entry is not None and entry.max_period is not None
 
 
 def _clear_layout(state: SeamState) -> None:
@@ -347,13 +346,16 @@ def attention_calls(model: PreTrainedModel) -> list[Call]:
     return [replace(call, layer=index) for call, index in zip(first_calls, indices, strict=True)]
 
 
+def two_tokens(model: PreTrainedModel) -> Tensor:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return torch.arange(2, device=model.device)[None] % vocabulary
+
+
 def run_two_tokens(model: PreTrainedModel) -> None:
     """A forward pass for hooks and observers."""
     try:
-        vocabulary = model.get_input_embeddings().num_embeddings
-        ids = torch.arange(2, device=model.device)[None] % vocabulary
         with eval_mode(model):
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=two_tokens(model), use_cache=False)
     except FarspanError:
         raise
     except Exception as error:
