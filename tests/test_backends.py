@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers as hf
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers.masking_utils import flash_attention_mask
 
 from families import FAMILIES, Family, tokens
-from farspan.attention import backends, seam
+from farspan.attention import backends, block_masks, seam
 from farspan.attention.backends import visible_keys
 from farspan.attention.layout import Layout
 from farspan.attention.patch import set_layout
@@ -257,3 +258,18 @@ def test_sdpa_gets_a_selection_of_keys_in_booleans(kind):
     query = torch.zeros(1, 1, 2, 4)
     seen = backends.mask_of_selected_keys(module, query, query, mask, {})
     assert seen is None if kind == "none" else torch.equal(seen, selected)
+
+
+def test_no_more_of_a_block_mask_is_evaluated_at_once_than_allowed(monkeypatch):
+    sizes = []
+
+    def counted(function, *shape, device):
+        sizes.append(shape)
+        return create_mask(function, *shape, device=device)
+
+    monkeypatch.setattr(block_masks, "create_mask", counted)
+    monkeypatch.setattr(block_masks, "MAX_ELEMENTS", 3 * (2 * 4 * 10))  # three rows of 10 keys
+    mask = create_block_mask(lambda b, h, query, key: key <= query, 2, 4, 7, 10, device="cpu")
+    seen = block_masks.seen_keys(mask)
+    assert sizes == [(2, 4, 3, 10), (2, 4, 3, 10), (2, 4, 1, 10)]
+    assert torch.equal(seen.counts, torch.arange(1, 8).expand(2, 4, -1))

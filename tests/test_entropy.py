@@ -421,6 +421,27 @@ def test_queries_beyond_the_length_are_not_counted(bins: int | None):
     assert torch.allclose(short.entropy[0], whole.entropy[0], atol=1e-6)
 
 
+def test_a_layer_may_have_one_head():
+    profile = EntropyByPosition(4)
+    q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    profile(seam.Call(0, torch.nn.Identity(), q, k, k, None, 0.35, {}))
+    exact = reference_entropy(Scores(q, k, 0.35)).nats[0]
+    assert torch.allclose(profile.entropy[0], exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("cached", [0, 3])
+@pytest.mark.parametrize("rows", [(0, 1, 1), (2, 9, 1), (2, 9, 3), (5, 10, 2)])
+def test_scores_are_of_the_keys_that_their_rows_see_and_no_more(rows, cached, window):
+    keys = 10 + cached
+    scores = Scores(torch.randn(1, 2, 10, 4), torch.randn(1, 1, keys, 4), 0.5, window=window)
+    distance = torch.arange(10)[slice(*rows), None] + cached - torch.arange(keys)
+    seen = (distance >= 0) & (distance < (window or keys))
+    places = seen.any(0).nonzero()
+    between = int(places.max() - places.min()) + 1  # a step may skip some
+    assert scores.rows(*rows, torch.float32).shape == (1, 2, len(distance), between)
+
+
 @pytest.mark.parametrize("term", ["softcap", "sinks"])
 def test_scores_are_those_of_the_family_with_a_soft_cap_or_sinks(term: str):
     """Gemma 2 caps scores at ±cap·tanh(score / cap), gpt-oss adds a score for each head."""

@@ -249,6 +249,16 @@ def test_a_small_model_has_no_more_parameters_than_the_limit(monkeypatch):
         guard._small_random_model(model)
 
 
+def test_a_small_model_of_more_than_100_million_parameters_is_not_built():
+    """It would take 0.6 GB of memory, to compare a few tokens."""
+    config = hf.LlamaConfig(head_dim=768, num_attention_heads=4, num_key_value_heads=4)
+    config.num_hidden_layers, config.hidden_size = 4, 3072
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match=r"^15\d,\d+,\d+ parameters of a short config"):
+        guard._small_random_model(model)
+
+
 def test_spread_matrices_keep_the_variance_of_their_inputs_and_vectors_stay():
     model = llama()
     vectors = {name: part.clone() for name, part in model.named_parameters() if part.ndim == 1}

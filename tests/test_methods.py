@@ -50,6 +50,7 @@ def test_search_best_finds_the_minimum_to_its_step():
         assert minimum == pytest.approx(round(best, 2), abs=0.0051)
         assert len(losses) < 40
         assert all(abs(value * 100 - round(value * 100)) < 1e-6 for value in losses)
+        assert min(losses, key=losses.get) == minimum
     for slope, end in ((1, 1.0), (-1, 2.0)):
         minimum, _ = search_best(lambda value, slope=slope: slope * value, (1.0, 2.0), 0.25)
         assert minimum == end, "the ends of the grid count"
@@ -439,6 +440,29 @@ def test_the_interval_of_the_law_covers_what_other_text_would_give():
         widths.append(high - low)
     assert 0.88 * trials <= covered < trials
     assert np.mean(widths) == pytest.approx(2 * 2.36 * spread / np.sqrt(windows), rel=0.25)
+
+
+def test_the_loss_by_position_reads_four_windows_at_a_time(monkeypatch):
+    read = []
+
+    def token_losses(model, windows):
+        read.append(windows[:, 0].tolist())
+        return windows[:, 1:].float()
+
+    monkeypatch.setattr(job_module, "token_losses", token_losses)
+    windows = torch.arange(10)[:, None].expand(-1, 3)
+    losses = loss_by_position(SimpleNamespace(device="cpu"), windows)
+    assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert losses.tolist() == [4.5, 4.5]
+
+
+def test_each_epoch_has_an_order_of_its_own():
+    """Resumed and recorded runs rely on it."""
+    job = job_without_model(seed=3)
+    for epoch in (0, 1, 2):
+        generator = torch.Generator().manual_seed((3 << 20) + epoch)
+        order = torch.randperm(6, generator=generator).tolist()
+        assert [job._window_index(6 * epoch + place) for place in range(6)] == order
 
 
 def test_lowest_loss_ignores_nan():

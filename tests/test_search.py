@@ -263,6 +263,19 @@ def test_detects_whether_bf16_gradients_are_accurate(factor, accurate):
     assert not scaled.use_bf16
 
 
+def test_bf16_gradients_at_the_limit_are_not_accurate(monkeypatch):
+    """The limit is a cosine that accurate gradients exceed."""
+    model = BY_NAME["farspan-none"].build().float()
+    job = job_for(model)
+    scaled = headscale_module.ScaledModel(model, job.uniform(1.2))
+    seam.install(model, scaled.scales)
+    for cosine, accurate in ((0.99, False), (0.991, True)):
+        limit = torch.tensor(cosine, dtype=torch.float64)
+        monkeypatch.setattr(torch, "cosine_similarity", lambda *_, dim, limit=limit: limit)
+        with seam.frozen(model):
+            assert scaled.bf16_is_accurate(job.search[:1]) is accurate
+
+
 def test_choose_split_selects_the_learning_rate():
     model = BY_NAME["farspan-none"].build()
     job = job_for(model)

@@ -235,6 +235,13 @@ def test_settings_of_a_run_override_its_defaults():
     assert DistillPlan.make(replace(settings, tokens=1), TuningConfig(), 512).steps == 1
 
 
+@pytest.mark.parametrize(("length", "batch"), [(20_000, 3), (30_000, 2), (40_000, 1), (70_000, 1)])
+def test_a_batch_of_long_windows_has_no_more_tokens_than_the_default(length, batch):
+    """Unless one window has more."""
+    plan = DistillPlan.make(SwanConfig(length=length), TuningConfig(), 131_072)
+    assert (plan.batch, plan.micro_batch) == (batch, 1)
+
+
 @pytest.mark.parametrize(("lr", "applied"), [(0.0, 1e-3), (2e-4, 2e-4)])
 def test_distillation_has_the_documented_learning_rate(lr, applied, monkeypatch):
     for name in ("probe", "distillation_flops"):
