@@ -216,9 +216,9 @@ def test_tests_that_fail_without_a_change_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "JUNIT", tmp_path / "times.xml")
     reach = mutants.Reach()
     passing = [f"tests/test_a.py::test_{name}" for name in ("quick[a]", "slow", "quick[b]")]
-    found = reach.tests("errors.py", 1)
-    assert list(found) == passing, "other tests before other parameters"
-    assert list(found.values()) == [1, 3, 2], "seconds"
+    reached = reach.tests("errors.py", 1)
+    assert list(reached) == passing, "other tests before other parameters"
+    assert list(reached.values()) == [1, 3, 2], "seconds"
     either = "tests/test_a.py::test_either[a|b]"
     assert list(reach.tests("errors.py", 5, range(3, 7))) == [either], "with its statement"
     assert reach.tests("errors.py", 5, range(5, 7)) == {}
