@@ -107,6 +107,21 @@ def test_joining_leaves_the_windows_of_long_documents_as_they_were(tokenizer):
     assert [entry["document"] for entry in joined.skipped] == ["d0", "d1", "d2"]
 
 
+def test_empty_documents_count_for_nothing(tokenizer):
+    """A line of JSON may have an empty text: it is neither joined nor listed."""
+    empty = [Document(f"empty {number}", "") for number in range(150)]
+    short = short_documents(12)
+    mixed = [*empty, *(each for pair in zip(short, empty, strict=False) for each in pair)]
+    windows = cut_windows(mixed, tokenizer, 100, 2, join_short=True)
+    without = cut_windows(short, tokenizer, 100, 2, join_short=True)
+    assert windows.ids.tolist() == without.ids.tolist()
+    assert (windows.used, windows.skipped) == (without.used, without.skipped)
+    plain = cut_windows([*mixed, Document("long", "word " * 200)], tokenizer, 100, 2)
+    assert [entry["document"] for entry in plain.skipped] == [each.name for each in short]
+    with pytest.raises(FarspanError, match=r"no document has 100 tokens .the longest of 150 has 0"):
+        cut_windows(empty, tokenizer, 100, 2, join_short=True)
+
+
 def test_only_the_search_split_gets_joined_documents(tokenizer):
     long = [Document(f"long {number}", f"book {number} " * 200) for number in range(9)]
     lengths, limits = (

@@ -222,13 +222,14 @@ class _LongDocuments:
     def read(self, documents: Iterable[Document], limit: int) -> list[_Reading]:
         """One window from each of `limit` documents is enough."""
         readings: list[_Reading] = []
-        remaining = iter(documents)
+        remaining, count = iter(documents), 0
         while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - len(readings))))):
             _read_tokens(batch, self.tokenizer, self.length)
+            count += len(batch)
             for reading in batch:
                 if len(reading.ids) >= self.length:
                     readings.append(reading)
-                else:
+                elif len(reading.ids):  # an empty document has nothing to read or to list
                     readings += self._join(reading)
         why = f"shorter than {self.length} tokens"
         self.skipped = tuple(
@@ -237,7 +238,7 @@ class _LongDocuments:
         if not readings:
             longest = max((entry["tokens"] for entry in self.skipped), default=0)
             raise FarspanError(
-                f"no document has {self.length} tokens (the longest of {len(self.skipped)} has "
+                f"no document has {self.length} tokens (the longest of {count} has "
                 f"{longest}); use longer text, or shorter lengths"
             )
         return readings
@@ -249,7 +250,7 @@ class _LongDocuments:
         tokens = sum(len(each.ids) + 1 for each in self._waiting)
         if self.end is None or tokens < self.length:
             return []
-        ids = [part for each in self._waiting if each.text for part in (each.ids, [self.end])]
+        ids = [part for each in self._waiting for part in (each.ids, [self.end])]
         joined = _Reading(Document(f"{self._waiting[0].name} to {short.name}", ""))
         joined.ids, joined.complete = np.concatenate(ids).astype(np.int32), True
         joined.joined = True
