@@ -109,6 +109,7 @@ def test_every_method_writes_a_proven_patch(tiny, tmp_path, method):
     assert {"patch.json", "recipe.toml", "record.json", "before_after"} <= files
     record = json.loads((tmp_path / "patch" / "record.json").read_text())
     assert record["before"] == result.before
+    assert record["search_text"] == {"source": f"text {tiny / 'text.txt'}", "packed": True}
     assert [path.name for path in tmp_path.iterdir()] == ["patch"], "the search folder is removed"
 
 

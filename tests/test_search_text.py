@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -18,7 +20,13 @@ from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.train.corpus import DataConfig, pack_mixture
-from farspan.train.search_text import overlapping, read_mixture, search_text, split_text
+from farspan.train.search_text import (
+    describe_search_text,
+    overlapping,
+    read_mixture,
+    search_text,
+    split_text,
+)
 from farspan.workflows.extend import extend
 from farspan.workflows.pretrain import read_recipe
 from farspan.workflows.reproduce import StudyTexts
@@ -93,10 +101,49 @@ def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
     encoded = [tokenizer(each.text, add_special_tokens=False)["input_ids"] for each in documents]
     stream = [token for ids in encoded for token in (*ids, tokenizer.eos_token_id)]
     assert windows.ids[0].tolist() == stream[:100]
-    assert windows.used[0]["document"].startswith("d0 to d")
-    joined = int(windows.used[0]["document"].removeprefix("d0 to d"))
-    after = sum(len(ids) + 1 for ids in encoded[: joined + 1])
-    assert windows.ids[1].tolist() == stream[after : after + 100], "no document twice"
+    assert windows.ids[1].tolist() == stream[100:200], "it begins where the first one ends"
+    for entry, row in zip(windows.used, windows.ids.tolist(), strict=True):
+        first, last = (int(name[1:]) for name in entry["document"].split(" to "))
+        assert entry["joined"] == last + 1 - first > 1
+        (start,) = entry["starts"]
+        assert row[:5] == [*encoded[first], tokenizer.eos_token_id][start : start + 5]
+        before_last = sum(len(ids) + 1 for ids in encoded[first:last]) - start
+        assert row[before_last:] == [*encoded[last], tokenizer.eos_token_id][: 100 - before_last]
+
+
+def test_windows_of_joined_documents_lose_almost_no_token(tokenizer):
+    """Documents of 78% of a window: joining whole ones would lose a quarter of all tokens."""
+    documents = [Document(f"d{number}", f"note {number} " * 28) for number in range(40)]
+    encoded = [tokenizer(each.text, add_special_tokens=False)["input_ids"] for each in documents]
+    assert {len(ids) for ids in encoded} <= set(range(80, 150))
+    length = max(map(len, encoded)) + 30
+    windows = cut_windows(documents, tokenizer, length, 1000, join_short=True)
+    stream = [token for ids in encoded for token in (*ids, tokenizer.eos_token_id)]
+    assert windows.ids.flatten().tolist() == stream[: windows.ids.numel()]
+    assert len(stream) - windows.ids.numel() < length
+    assert windows.skipped == ()
+
+
+def test_the_documents_behind_the_last_window_are_listed(tokenizer):
+    documents = short_documents(7)
+    (size,) = {len(tokenizer(each.text)["input_ids"]) + 1 for each in documents}
+    windows = cut_windows(documents, tokenizer, 5 * size // 2, 10, join_short=True)
+    assert [entry["document"] for entry in windows.used] == ["d0 to d2", "d2 to d4"]
+    assert [entry["document"] for entry in windows.skipped] == ["d5", "d6"]
+
+
+def test_every_split_tiles_joined_documents_by_its_own_length(tokenizer):
+    """A conversion reads windows of the train length, and chooses by longer ones."""
+    long = [Document(f"long {number}", f"book {number} " * 200) for number in range(9)]
+    lengths, limits = {"search": 60, "choose": 100}, {"search": 100, "choose": 2}
+    documents = [*short_documents(9), *long]
+    splits = split_windows(documents, tokenizer, lengths, limits, join_short="search")
+    encoded = [tokenizer(each.text, add_special_tokens=False)["input_ids"] for each in documents]
+    stream = [token for ids in encoded[:9] for token in (*ids, tokenizer.eos_token_id)]
+    joined = [stream[start : start + 60] for start in range(0, len(stream) - 59, 60)]
+    rows = splits["search"].ids.tolist()
+    assert len(joined) > 2
+    assert all(row in rows for row in joined)
 
 
 def test_joining_leaves_the_windows_of_long_documents_as_they_were(tokenizer):
@@ -135,6 +182,19 @@ def test_only_the_search_split_gets_joined_documents(tokenizer):
     assert any(name.startswith("d0 to") for name in names["search"])
     assert not any("to d" in name for name in names["choose"] | names["report"])
     assert len(names["search"] | names["choose"] | names["report"]) >= 10
+
+
+def test_the_record_says_how_the_search_text_was_made(folder, tokenizer):
+    text = {"source": "text notes.txt", "packed": True}
+    assert describe_search_text("notes.txt", tokenizer, True) == text
+    assert describe_search_text("notes.txt", tokenizer, False) == text | {"packed": False}
+    file = mixture(folder, 0.5)
+    rows = {"source": f"mixture {file}", "packed": True, "passkey": 0.5}
+    assert describe_search_text(file, tokenizer, False) == rows
+    (inside := folder / "inside.toml").write_text("inside = true\n" + file.read_text())
+    assert describe_search_text(inside, tokenizer, True)["packed"] is False
+    without_end = SimpleNamespace(eos_token_id=None)
+    assert describe_search_text("notes.txt", without_end, True) == text | {"packed": False}
 
 
 # Mixtures.
@@ -209,6 +269,8 @@ def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
     assert result.patch.method == "headscale"
     text = (out / "record.json").read_text()
     assert '"source": "numbers"' in text
+    made = {"source": f"mixture {data['search']}", "packed": True, "passkey": 0.5}
+    assert json.loads(text)["search_text"] == made
     with pytest.raises(FarspanError, match="overlap; give three disjoint texts"):
         extend(
             "nope-twin",

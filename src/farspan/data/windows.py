@@ -1,7 +1,7 @@
 """Cut documents into windows of tokens, and record which documents were used or skipped.
 
-A window lies inside one document. Where short documents are joined, it may hold several of them,
-each with an end-of-text token behind it.
+A window lies inside one document. Where short documents are joined, they follow one another, each
+with an end-of-text token behind it, and windows tile this stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Windows:
     """Token ids [windows, length], and for the record what was used and what was skipped."""
 
     ids: Tensor
-    used: tuple[dict[str, Any], ...]  # document, tokens that were read, start of each window
+    # document, tokens that were read, start of each window, and how many documents are joined
+    used: tuple[dict[str, Any], ...]
     skipped: tuple[dict[str, Any], ...]  # document, its tokens, why
 
     @property
@@ -75,16 +76,17 @@ def cut_windows(
     windows from many books are fast.
     """
     length -= len(begin)
-    reader = _LongDocuments(tokenizer, length, join_short)
-    readings, skipped = reader.read(documents, limit), reader.skipped
+    reader = _Reader(tokenizer, length, join_short)
+    reader.read(documents, limit)
+    joined = reader.stream().windows(length)
     turns = 1
-    while sum(len(reading.ids) // length for reading in readings) < limit:
-        if all(reading.complete for reading in readings):
+    while sum(len(reading.ids) // length for reading in reader.long) + len(joined) < limit:
+        if all(reading.complete for reading in reader.long):
             break
         turns *= 2
-        _read_tokens(readings, tokenizer, turns * length)
-    spans = tuple(_Span(reading.name, reading.ids, 0) for reading in readings)
-    return _cut(spans, skipped, length, limit).starting_with(begin)
+        _read_tokens(reader.long, tokenizer, turns * length)
+    spans = [*map(_Span.of, reader.long), *joined]
+    return _cut(spans, reader.skipped(spans), length, limit).starting_with(begin)
 
 
 def split_windows(
@@ -104,14 +106,14 @@ def split_windows(
     """
     lengths = {name: length - len(begin) for name, length in lengths.items()}
     needed = {name: lengths[name] * limits[name] for name in lengths}
-    reader = _LongDocuments(tokenizer, max(lengths.values()), join_short is not None)
-    readings, skipped = reader.read(documents, sum(limits.values())), reader.skipped
-    _read_tokens(readings, tokenizer, None)
-    joined = [_Span(each.name, each.ids, 0) for each in readings if each.joined]
-    whole = tuple(_Span(each.name, each.ids, 0) for each in readings if not each.joined)
+    reader = _Reader(tokenizer, max(lengths.values()), join_short is not None)
+    reader.read(documents, sum(limits.values()))
+    _read_tokens(reader.long, tokenizer, None)
+    whole = [*map(_Span.of, reader.long)]
     spans: dict[str, list[_Span]] = {name: [] for name in lengths}
     if join_short is not None:
-        spans[join_short] += joined
+        spans[join_short] += reader.stream().windows(lengths[join_short])
+    skipped = reader.skipped(spans[join_short] if join_short is not None else ())
     if len(whole) >= 3 * len(lengths):
         for number, name in enumerate(lengths):
             spans[name] += whole[number :: len(lengths)]
@@ -120,7 +122,7 @@ def split_windows(
         for name, start, size in _split_document(len(span.ids), lengths, needed):
             spans[name].append(replace(span, ids=span.ids[start : start + size], start=start))
     if not all(spans.values()):
-        longest_span = max(whole or joined, key=lambda span: len(span.ids))
+        longest_span = max(sum(spans.values(), whole), key=lambda span: len(span.ids))
         raise FarspanError(
             f"{longest_span.document} has {len(longest_span.ids)} tokens, and windows that share "
             f"none of them take at least {sum(lengths.values())}; "
@@ -137,7 +139,7 @@ def _cut_splits(
     begin: Sequence[int],
 ) -> dict[str, Windows]:
     return {
-        name: _cut(tuple(spans[name]), skipped, lengths[name], limits[name]).starting_with(begin)
+        name: _cut(spans[name], skipped, lengths[name], limits[name]).starting_with(begin)
         for name in lengths
     }
 
@@ -160,11 +162,16 @@ def _split_document(
 
 @dataclass(frozen=True)
 class _Span:
-    """Consecutive tokens of a document."""
+    """Consecutive tokens of a document, or of joined ones."""
 
     document: str
     ids: np.ndarray
-    start: int  # of the first token, counted in the document
+    start: int  # of the first token, counted in the first document
+    joined: range = range(0)  # the numbers of the short documents that it holds
+
+    @classmethod
+    def of(cls, reading: _Reading) -> _Span:
+        return cls(reading.name, reading.ids, 0)
 
 
 class _Reading:
@@ -173,7 +180,6 @@ class _Reading:
     def __init__(self, document: Document):
         self.name, self.text = document.name, document.text
         self.ids, self.complete = np.empty(0, dtype=np.int32), False
-        self.joined = False  # of several short documents
 
     def has(self, count: int | None) -> bool:
         """Whether `count` of its tokens are read, or all of them; None means all."""
@@ -206,8 +212,31 @@ def _read_tokens(readings: Sequence[_Reading], tokenizer: Any, count: int | None
         characters *= 2
 
 
-class _LongDocuments:
-    """Reads documents of at least `length` tokens; joins shorter ones, or records them."""
+class _Stream:
+    """Short documents one after another, each with an end-of-text token behind it."""
+
+    def __init__(self, documents: Sequence[_Reading], end: int):
+        self._documents = documents
+        parts = [np.append(each.ids, end) for each in documents]
+        self._ids = np.concatenate([np.empty(0, dtype=np.int32), *parts]).astype(np.int32)
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def windows(self, length: int) -> list[_Span]:
+        """What does not fill one window goes on in the next one."""
+        starts = range(0, len(self._ids) - length + 1, length)
+        return [self._window(start, length) for start in starts]
+
+    def _window(self, start: int, length: int) -> _Span:
+        places = [start, start + length - 1]
+        first, last = np.searchsorted(self._ends, places, side="right").tolist()
+        names = dict.fromkeys(self._documents[number].name for number in (first, last))
+        begin = int(self._ends[first]) - len(self._documents[first].ids) - 1
+        ids = self._ids[start : start + length]
+        return _Span(" to ".join(names), ids, start - begin, range(first, last + 1))
+
+
+class _Reader:
+    """Reads documents: long ones have at least `length` tokens, and short ones may be joined."""
 
     def __init__(self, tokenizer: Any, length: int, join_short: bool):
         if length < 2:
@@ -216,50 +245,55 @@ class _LongDocuments:
             )
         self.tokenizer, self.length = tokenizer, length
         self.end = tokenizer.eos_token_id if join_short else None
-        self.skipped: tuple[dict[str, Any], ...] = ()
-        self._waiting: list[_Reading] = []  # short documents, not joined yet
+        self.long: list[_Reading] = []
+        self.short: list[_Reading] = []
+        self._tokens = 0  # of the short documents, joined
 
-    def read(self, documents: Iterable[Document], limit: int) -> list[_Reading]:
-        """One window from each of `limit` documents is enough."""
-        readings: list[_Reading] = []
-        remaining, count = iter(documents), 0
-        while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - len(readings))))):
+    @property
+    def count(self) -> int:
+        """One window of each long document, and those of the joined ones."""
+        return len(self.long) + (0 if self.end is None else self._tokens // self.length)
+
+    def read(self, documents: Iterable[Document], limit: int) -> None:
+        """Read until there are `limit` windows, or no more documents."""
+        remaining, longest, number = iter(documents), 0, 0
+        while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - self.count)))):
             _read_tokens(batch, self.tokenizer, self.length)
-            count += len(batch)
             for reading in batch:
-                if len(reading.ids) >= self.length:
-                    readings.append(reading)
-                elif len(reading.ids):  # an empty document has nothing to read or to list
-                    readings += self._join(reading)
-        why = f"shorter than {self.length} tokens"
-        self.skipped = tuple(
-            {"document": each.name, "tokens": len(each.ids), "why": why} for each in self._waiting
-        )
-        if not readings:
-            longest = max((entry["tokens"] for entry in self.skipped), default=0)
+                self._add(reading)
+            longest = max(longest, *(len(reading.ids) for reading in batch))
+            number += len(batch)
+        if not self.count:
             raise FarspanError(
-                f"no document has {self.length} tokens (the longest of {count} has "
-                f"{longest}); use longer text, or shorter lengths"
+                f"no document has {self.length} tokens (the longest of {number} has {longest}); "
+                "use longer text, or shorter lengths"
             )
-        return readings
 
-    def _join(self, short: _Reading) -> list[_Reading]:
-        """The waiting documents and this one as one document, if that is long enough."""
-        self._waiting.append(short)
-        # The last end-of-text token counts: it can be predicted.
-        tokens = sum(len(each.ids) + 1 for each in self._waiting)
-        if self.end is None or tokens < self.length:
-            return []
-        ids = [part for each in self._waiting for part in (each.ids, [self.end])]
-        joined = _Reading(Document(f"{self._waiting[0].name} to {short.name}", ""))
-        joined.ids, joined.complete = np.concatenate(ids).astype(np.int32), True
-        joined.joined = True
-        self._waiting = []
-        return [joined]
+    def _add(self, reading: _Reading) -> None:
+        if len(reading.ids) >= self.length:
+            self.long.append(reading)
+        elif len(reading.ids):  # an empty document has nothing to read or to list
+            self.short.append(reading)
+            # The last end-of-text token counts: it can be predicted.
+            self._tokens += len(reading.ids) + 1
+
+    def stream(self) -> _Stream:
+        """The short documents, if they are joined."""
+        return _Stream([], 0) if self.end is None else _Stream(self.short, self.end)
+
+    def skipped(self, spans: Iterable[_Span]) -> tuple[dict[str, Any], ...]:
+        """The short documents that are in none of these."""
+        used = {number for span in spans for number in span.joined}
+        why = f"shorter than {self.length} tokens"
+        return tuple(
+            {"document": each.name, "tokens": len(each.ids), "why": why}
+            for number, each in enumerate(self.short)
+            if number not in used
+        )
 
 
 def _cut(
-    spans: tuple[_Span, ...], skipped: tuple[dict[str, Any], ...], length: int, limit: int
+    spans: Sequence[_Span], skipped: tuple[dict[str, Any], ...], length: int, limit: int
 ) -> Windows:
     starts: list[list[int]] = [[] for _ in spans]
     rows: list[np.ndarray] = []
@@ -270,6 +304,7 @@ def _cut(
                 span_starts.append(span.start + turn * length)
     used = tuple(
         {"document": span.document, "tokens": len(span.ids), "starts": span_starts}
+        | ({"joined": len(span.joined)} if len(span.joined) > 1 else {})
         for span, span_starts in zip(spans, starts, strict=True)
     )
     return Windows(torch.from_numpy(np.stack(rows).astype(np.int64)), used, skipped)

@@ -49,7 +49,7 @@ class ExtendConfig:
     tune: str = ""  # rotary methods: "fair" or "raw" tunes all weights, 200 or 1000 steps
     fitted: bool = True  # schedules: fit their slope, or take it from their formula
     search_windows: int = 0  # at most; 0: as many as a search reads
-    packed: bool = True  # join documents that are shorter than a search window
+    packed: bool = True  # windows tile the documents that are shorter than a search window
     choose_windows: int = 8
     report_windows: int = 8
     passkeys: int = 2  # keys at each of ten depths; 0 measures no passkeys

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -83,6 +84,23 @@ def _existing_files(source: str | Path, folder: str) -> list[Path]:
     return [file for name in used for file in matching_files(data, name)]
 
 
+def describe_search_text(
+    source: str | Path, tokenizer: PreTrainedTokenizerBase, packed: bool
+) -> dict[str, Any]:
+    """For the record: whether it is a mixture or a text, and whether short documents are joined."""
+    if is_mixture(source):
+        data = read_mixture(source)
+        return {
+            "source": f"mixture {source}",
+            "packed": not data.inside,
+            "passkey": data.passkey,
+        }
+    return {
+        "source": f"text {source}",
+        "packed": packed and tokenizer.eos_token_id is not None,
+    }
+
+
 def search_text(
     source: str | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -99,8 +117,8 @@ def search_text(
     """Windows of one text, or rows of a mixture.
 
     begin: tokens in front of every window, which count in its length.
-    packed: documents that are shorter than a window are joined; a mixture says itself whether its
-        windows lie inside one document.
+    packed: documents that are shorter than a window follow one another, and windows tile them; a
+        mixture says itself whether its windows lie inside one document.
     """
     if not is_mixture(source):
         documents = read_documents(source)

@@ -455,6 +455,7 @@ def _write_record(folder: Path, result: ExtendResult, prepared: Prepared) -> Non
             "notes": list(result.notes),
             "cache_bytes": result.cache,
             **result.details,
+            "search_text": dict(prepared.search_text),
             "text": {name: windows.describe() for name, windows in prepared.splits.items()},
             "loss_by_position": {name: curve.round(4).tolist() for name, curve in curves.items()},
         },

@@ -40,7 +40,12 @@ from farspan.methods.registry import (
 from farspan.model.loss import token_losses
 from farspan.progress import Progress
 from farspan.train.metadata import begin_of_text
-from farspan.train.search_text import overlapping, search_text, split_text
+from farspan.train.search_text import (
+    describe_search_text,
+    overlapping,
+    search_text,
+    split_text,
+)
 from farspan.train.sharding import processes
 from farspan.workflows.inspect import describe_temperatures
 from farspan.workflows.search_folder import search_path
@@ -141,6 +146,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     layers: Sequence[Layer]
     splits: Mapping[str, Windows]
+    search_text: Mapping[str, Any]  # for the record: how the search split was made
     job: FitJob
     notes: tuple[str, ...]
     begin: BeginOfText
@@ -161,6 +167,8 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
         notes = ()  # advice for rotary layers that see everything
     notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
     splits = _split_text(data, tokenizer, to, length, run, begin.ids)
+    source = data if isinstance(data, str | Path) else data["search"]
+    made = describe_search_text(source, tokenizer, run.config.packed)
     _check_reads(model, layers, splits["search"].ids[:1])
     advance()
     job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
@@ -169,7 +177,7 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
         notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
     default = preset_config(run.preset)
     unused = unused_settings(run.names, layers, model, job, run.config, default)
-    return Prepared(run, model, tokenizer, layers, splits, job, (*notes, *unused), begin)
+    return Prepared(run, model, tokenizer, layers, splits, made, job, (*notes, *unused), begin)
 
 
 def _check_reads(model: PreTrainedModel, layers: Sequence[Layer], ids: Tensor) -> None:
