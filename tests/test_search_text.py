@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from fnmatch import fnmatch
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from farspan.bundled import BUNDLED_MODELS
@@ -169,11 +171,11 @@ def test_empty_documents_count_for_nothing(tokenizer):
         cut_windows(empty, tokenizer, 100, 2, join_short=True)
 
 
-def test_only_the_search_split_gets_joined_documents(tokenizer):
+def test_only_the_search_split_gets_joined_documents_if_long_ones_suffice(tokenizer):
     long = [Document(f"long {number}", f"book {number} " * 200) for number in range(9)]
     lengths, limits = (
         {"search": 100, "choose": 80, "report": 80},
-        dict.fromkeys(("search", "choose", "report"), 30),
+        {"search": 30, "choose": 12, "report": 12},
     )
     splits = split_windows(
         [*short_documents(20), *long], tokenizer, lengths, limits, join_short="search"
@@ -392,7 +394,9 @@ def test_a_study_with_a_mixture_is_read_without_its_texts(tmp_path):
 
 
 class CharacterTokenizer:
-    """Every character is a token."""
+    """Every character is a token, and the end-of-text token is none of them."""
+
+    eos_token_id = 0
 
     def __call__(self, texts, **_options):
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
@@ -427,3 +431,116 @@ def test_splits_that_need_more_than_there_is_share_it_evenly():
         [1032, 1063],
         [1064, 1095],
     ]
+
+
+# Splits of joined documents.
+
+
+def documents_of(*sizes: int) -> list[Document]:
+    """Documents whose tokens all differ."""
+    ends = [1000 + sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [
+        Document(str(number), "".join(map(chr, range(end - size, end))))
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+
+
+def check_shares_no_token(splits) -> None:
+    tokens = torch.cat([windows.ids.flatten() for windows in splits.values()])
+    counts = torch.bincount(tokens)[1:]  # the end-of-text token apart
+    assert int(counts.max()) == 1
+
+
+LENGTHS = {"search": 9, "choose": 8, "report": 8}
+LIMITS = {"search": 100, "choose": 3, "report": 2}
+
+
+def test_short_documents_serve_every_split():
+    """A corpus without any document as long as a window: nothing is shared, and little is lost."""
+    splits = split_windows(
+        documents_of(*[4] * 30), CharacterTokenizer(), LENGTHS, LIMITS, join_short="search"
+    )
+    assert {name: len(windows.ids) for name, windows in splits.items()} == {
+        "search": (30 * 5 - 3 * 8 - 2 * 8) // 9,
+        "choose": 3,
+        "report": 2,
+    }
+    check_shares_no_token(splits)
+    for windows in splits.values():
+        assert windows.joined == len(windows.ids)
+        assert all(entry["joined"] > 1 for entry in windows.used)
+        assert [entry["document"] for entry in windows.skipped] == []
+
+
+def test_joined_documents_only_add_what_long_ones_lack():
+    documents = documents_of(*[4] * 40, 27)
+    splits = split_windows(documents, CharacterTokenizer(), LENGTHS, LIMITS, join_short="search")
+    check_shares_no_token(splits)
+    for name, count in (("choose", 3), ("report", 2)):
+        first, *rest = splits[name].used
+        assert first["document"] == "40", "the long document comes first"
+        assert "joined" not in first
+        assert len(rest) == count - 1 == splits[name].joined
+    windows = cut_windows(documents, CharacterTokenizer(), 9, 5, join_short=True, long_first=True)
+    assert [entry["document"] for entry in windows.used[:2]] == ["40", "0 to 1"]
+    assert len(windows.used[0]["starts"]) == 3
+    assert windows.joined == 2
+    enough = cut_windows(documents, CharacterTokenizer(), 9, 3, join_short=True, long_first=True)
+    assert enough.joined == 0
+    assert len(enough.skipped) == 40
+
+
+def test_documents_that_cannot_be_split_are_joined():
+    """Each is as long as a window of every split, and too short for windows of all three."""
+    documents = documents_of(*[20] * 5)
+    with pytest.raises(FarspanError, match="0 has 20 tokens, and windows that share none of them"):
+        split_windows(documents, CharacterTokenizer(), LENGTHS, LIMITS)
+    splits = split_windows(documents, CharacterTokenizer(), LENGTHS, LIMITS, join_short="search")
+    check_shares_no_token(splits)
+    assert [len(windows.ids) for windows in splits.values()] == [7, 3, 2]
+
+
+def test_too_little_text_is_refused_though_it_is_joined():
+    sentence = "2 documents have 24 tokens when joined, and windows that share none of them take at"
+    with pytest.raises(FarspanError, match=f"{sentence} least 25"):
+        split_windows(
+            documents_of(6, 16), CharacterTokenizer(), LENGTHS, LIMITS, join_short="search"
+        )
+    with pytest.raises(FarspanError, match=r"\(the longest of 2 has 3, and joined they have 7\)"):
+        cut_windows(documents_of(2, 3), CharacterTokenizer(), 8, 2, join_short=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_splits_of_any_documents_share_no_token(seed):
+    draw, long = random.Random(seed), seed % 4 / 4  # a quarter of the corpora has short ones only
+    weights = [3, 3, 5, 2, long, long, long]
+    sizes = draw.choices([0, 1, 3, 8, 12, 30, 200], weights=weights, k=90)
+    limits = {"search": draw.choice([1, 20, 500]), "choose": draw.randint(1, 9), "report": 4}
+    splits = split_windows(
+        documents_of(*sizes), CharacterTokenizer(), LENGTHS, limits, join_short="search"
+    )
+    check_shares_no_token(splits)
+    for name, windows in splits.items():
+        assert 0 < len(windows.ids) <= limits[name]
+        assert windows.ids.shape[1] == LENGTHS[name]
+
+
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.long
+def test_extend_takes_a_corpus_of_short_documents(tmp_path):
+    (file := tmp_path / "notes.jsonl").write_text(
+        "".join(json.dumps({"text": f"note {number} " * 20}) + "\n" for number in range(200))
+    )
+    recipe = ExtendConfig(fitted=False, choose_windows=1, report_windows=2, passkeys=0)
+    for data in (file, None):
+        names = ("search", "choose", "report")
+        each = {name: tmp_path / f"{name}.jsonl" for name in names}
+        for copy in each.values():
+            copy.write_bytes(file.read_bytes())
+        out = tmp_path / ("one" if data else "three")
+        result = extend("nope-twin", 640, out, "logn", data=data or each, recipe=recipe)
+        note = "1 of 1 windows of the choose split and 2 of 2 windows of the report split hold"
+        assert any(text.startswith(note) for text in result.notes)
+        record = json.loads((out / "record.json").read_text())
+        assert all(entry["joined"] > 1 for entry in record["text"]["report"]["used"])
+        assert record["notes"] == list(result.notes)

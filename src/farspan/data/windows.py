@@ -40,6 +40,11 @@ class Windows:
         turns = range(max(counts))
         return [number for turn in turns for number, count in enumerate(counts) if turn < count]
 
+    @property
+    def joined(self) -> int:
+        """How many windows hold joined documents."""
+        return sum(len(entry["starts"]) for entry in self.used if "joined" in entry)
+
     def starting_with(self, tokens: Sequence[int]) -> Windows:
         """These windows with tokens in front of each."""
         return replace(self, ids=prepend(self.ids, tokens))
@@ -66,27 +71,32 @@ def cut_windows(
     limit: int,
     *,
     join_short: bool = False,
+    long_first: bool = False,
     begin: Sequence[int] = (),
 ) -> Windows:
     """Up to `limit` windows of `length` tokens: the first of every document, then the second, etc.
 
     begin: tokens in front of every window, which count in its length.
+    long_first: joined documents only add what long ones lack.
     Documents shorter than a window are joined, or skipped and listed; if nothing is long enough,
     that is an error. Long documents are tokenized only as far as the windows need, so that a few
     windows from many books are fast.
     """
     length -= len(begin)
     reader = _Reader(tokenizer, length, join_short)
-    reader.read(documents, limit)
-    joined = reader.stream().windows(length)
+    reader.read(documents, limit, long_first)
+    stream = reader.stream()
+    joined = 0 if long_first else len(stream) // length
     turns = 1
-    while sum(len(reading.ids) // length for reading in reader.long) + len(joined) < limit:
+    while _count_windows(reader.long, length) + joined < limit:
         if all(reading.complete for reading in reader.long):
             break
         turns *= 2
         _read_tokens(reader.long, tokenizer, turns * length)
-    spans = [*map(_Span.of, reader.long), *joined]
-    return _cut(spans, reader.skipped(spans), length, limit).starting_with(begin)
+    taken = _count_windows(reader.long, length) if long_first else len(reader.long)
+    spans = [*map(_Span.of, reader.long)]
+    spans += stream.windows(0, min(len(stream), (limit - taken) * length), length)
+    return _cut(spans, reader.skipped(spans, length), length, limit).starting_with(begin)
 
 
 def split_windows(
@@ -102,46 +112,58 @@ def split_windows(
 
     With at least three documents per split, whole documents are dealt out in turn. Otherwise every
     document is cut into one span per split, as long as the split needs; the splits that need most
-    tokens share what is left. Documents that are too short are joined for the split `join_short`.
+    tokens share what is left. Documents that are too short for that are joined: the split
+    `join_short` gets them beside long ones, the other splits where long ones are too few.
     """
     lengths = {name: length - len(begin) for name, length in lengths.items()}
     needed = {name: lengths[name] * limits[name] for name in lengths}
-    reader = _Reader(tokenizer, max(lengths.values()), join_short is not None)
+    least = max(lengths.values())
+    reader = _Reader(tokenizer, least, join_short is not None)
     reader.read(documents, sum(limits.values()))
     _read_tokens(reader.long, tokenizer, None)
-    whole = [*map(_Span.of, reader.long)]
     spans: dict[str, list[_Span]] = {name: [] for name in lengths}
-    if join_short is not None:
-        spans[join_short] += reader.stream().windows(lengths[join_short])
-    skipped = reader.skipped(spans[join_short] if join_short is not None else ())
-    if len(whole) >= 3 * len(lengths):
+    if len(reader.long) >= 3 * len(lengths):
         for number, name in enumerate(lengths):
-            spans[name] += whole[number :: len(lengths)]
-        return _cut_splits(spans, skipped, lengths, limits, begin)
-    for span in whole:
-        for name, start, size in _split_document(len(span.ids), lengths, needed):
-            spans[name].append(replace(span, ids=span.ids[start : start + size], start=start))
+            spans[name] += map(_Span.of, reader.long[number :: len(lengths)])
+    else:
+        least = sum(lengths.values())
+        for reading in reader.long:
+            if not (parts := _split_document(len(reading.ids), lengths, needed)):
+                reader.short.append(reading)
+            for name, start, size in parts:
+                ids = reading.ids[start : start + size]
+                spans[name].append(_Span(reading.name, ids, start))
+    if join_short is not None:
+        _add_joined(spans, reader.stream(), lengths, limits, join_short)
     if not all(spans.values()):
-        longest_span = max(sum(spans.values(), whole), key=lambda span: len(span.ids))
         raise FarspanError(
-            f"{longest_span.document} has {len(longest_span.ids)} tokens, and windows that share "
-            f"none of them take at least {sum(lengths.values())}; "
-            "use longer text, or a shorter target"
+            f"{reader.describe_short()}, and windows that share none of them take at least "
+            f"{least}; use longer text, or a shorter target"
         )
-    return _cut_splits(spans, skipped, lengths, limits, begin)
-
-
-def _cut_splits(
-    spans: Mapping[str, list[_Span]],
-    skipped: tuple[dict[str, Any], ...],
-    lengths: Mapping[str, int],
-    limits: Mapping[str, int],
-    begin: Sequence[int],
-) -> dict[str, Windows]:
+    skipped = reader.skipped([span for each in spans.values() for span in each], least)
     return {
         name: _cut(spans[name], skipped, lengths[name], limits[name]).starting_with(begin)
         for name in lengths
     }
+
+
+def _add_joined(
+    spans: Mapping[str, list[_Span]],
+    stream: _Stream,
+    lengths: Mapping[str, int],
+    limits: Mapping[str, int],
+    join_short: str,
+) -> None:
+    """Share the joined documents among the splits that lack windows."""
+    taken = {name: _count_windows(spans[name], lengths[name]) for name in spans}
+    taken[join_short] = len(spans[join_short])  # one window of each long document is enough
+    lacking = {name: lengths[name] for name in spans if taken[name] < limits[name]}
+    needed = {name: (limits[name] - taken[name]) * lengths[name] for name in lacking}
+    parts = _split_document(len(stream), lacking, needed)
+    if not parts and join_short in lacking:
+        parts = [(join_short, 0, len(stream))]
+    for name, start, size in parts:
+        spans[name].extend(stream.windows(start, size, lengths[name]))
 
 
 def _split_document(
@@ -195,6 +217,10 @@ class _Reading:
         return self.text[: boundary.start() + 1] if boundary else self.text
 
 
+def _count_windows(spans: Iterable[_Span | _Reading], length: int) -> int:
+    return sum(len(span.ids) // length for span in spans)
+
+
 def _read_tokens(readings: Sequence[_Reading], tokenizer: Any, count: int | None) -> None:
     """Read at least `count` tokens of each document, or all if it has fewer; None means all.
 
@@ -221,9 +247,12 @@ class _Stream:
         self._ids = np.concatenate([np.empty(0, dtype=np.int32), *parts]).astype(np.int32)
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
 
-    def windows(self, length: int) -> list[_Span]:
-        """What does not fill one window goes on in the next one."""
-        starts = range(0, len(self._ids) - length + 1, length)
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def windows(self, start: int, size: int, length: int) -> list[_Span]:
+        """The windows of a part; what does not fill one goes on in the next one."""
+        starts = range(start, start + size - length + 1, length)
         return [self._window(start, length) for start in starts]
 
     def _window(self, start: int, length: int) -> _Span:
@@ -250,23 +279,31 @@ class _Reader:
         self._tokens = 0  # of the short documents, joined
 
     @property
-    def count(self) -> int:
-        """One window of each long document, and those of the joined ones."""
-        return len(self.long) + (0 if self.end is None else self._tokens // self.length)
+    def _joined(self) -> int:
+        """The windows of joined documents."""
+        return 0 if self.end is None else self._tokens // self.length
 
-    def read(self, documents: Iterable[Document], limit: int) -> None:
-        """Read until there are `limit` windows, or no more documents."""
+    def read(self, documents: Iterable[Document], limit: int, long_first: bool = False) -> None:
+        """Read until there are `limit` windows, of each long document one, or no more documents.
+
+        long_first: until there are so many long documents.
+        """
         remaining, longest, number = iter(documents), 0, 0
-        while batch := list(map(_Reading, islice(remaining, min(BATCH, limit - self.count)))):
+        while True:
+            windows = len(self.long) + (0 if long_first else self._joined)
+            batch = [*map(_Reading, islice(remaining, min(BATCH, limit - windows)))]
+            if not batch:
+                break
             _read_tokens(batch, self.tokenizer, self.length)
             for reading in batch:
                 self._add(reading)
             longest = max(longest, *(len(reading.ids) for reading in batch))
             number += len(batch)
-        if not self.count:
+        if not self.long and not self._joined:
+            joined = "" if self.end is None else f", and joined they have {self._tokens}"
             raise FarspanError(
-                f"no document has {self.length} tokens (the longest of {number} has {longest}); "
-                "use longer text, or shorter lengths"
+                f"no document has {self.length} tokens (the longest of {number} has "
+                f"{longest}{joined}); use longer text, or shorter lengths"
             )
 
     def _add(self, reading: _Reading) -> None:
@@ -281,10 +318,17 @@ class _Reader:
         """The short documents, if they are joined."""
         return _Stream([], 0) if self.end is None else _Stream(self.short, self.end)
 
-    def skipped(self, spans: Iterable[_Span]) -> tuple[dict[str, Any], ...]:
+    def describe_short(self) -> str:
+        """The tokens of the short documents, for errors."""
+        if self.end is not None and len(self.short) > 1:
+            return f"{len(self.short)} documents have {len(self.stream())} tokens when joined"
+        longest = max(self.short, key=lambda each: len(each.ids))
+        return f"{longest.name} has {len(longest.ids)} tokens"
+
+    def skipped(self, spans: Iterable[_Span], length: int) -> tuple[dict[str, Any], ...]:
         """The short documents that are in none of these."""
         used = {number for span in spans for number in span.joined}
-        why = f"shorter than {self.length} tokens"
+        why = f"shorter than {length} tokens"
         return tuple(
             {"document": each.name, "tokens": len(each.ids), "why": why}
             for number, each in enumerate(self.short)

@@ -167,6 +167,7 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
         notes = ()  # advice for rotary layers that see everything
     notes = (*begin.notes, *notes, *describe_temperatures(model, layers, to)[1])
     splits = _split_text(data, tokenizer, to, length, run, begin.ids)
+    notes = (*notes, *_joined_note(splits))
     source = data if isinstance(data, str | Path) else data["search"]
     made = describe_search_text(source, tokenizer, run.config.packed)
     _check_reads(model, layers, splits["search"].ids[:1])
@@ -178,6 +179,18 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     default = preset_config(run.preset)
     unused = unused_settings(run.names, layers, model, job, run.config, default)
     return Prepared(run, model, tokenizer, layers, splits, made, job, (*notes, *unused), begin)
+
+
+def _joined_note(splits: Mapping[str, Windows]) -> tuple[str, ...]:
+    """A note if settings are chosen by joined documents, or tables measured on them."""
+    judging = {name: splits[name] for name in ("choose", "report")}
+    if not any(windows.joined for windows in judging.values()):
+        return ()
+    counts = " and ".join(
+        f"{windows.joined} of {len(windows.ids)} windows of the {name} split"
+        for name, windows in judging.items()
+    )
+    return (f"{counts} hold joined documents: too few of those that were read are long enough",)
 
 
 def _check_reads(model: PreTrainedModel, layers: Sequence[Layer], ids: Tensor) -> None:
@@ -302,7 +315,13 @@ def _split_text(
     )
     return {"search": search} | {
         name: cut_windows(
-            read_documents(data[name]), tokenizer, lengths[name], limits[name], begin=begin
+            read_documents(data[name]),
+            tokenizer,
+            lengths[name],
+            limits[name],
+            join_short=run.config.packed,
+            long_first=True,
+            begin=begin,
         )
         for name in ("choose", "report")
     }
