@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from fnmatch import fnmatch
 from types import SimpleNamespace
 
@@ -24,10 +25,12 @@ from farspan.methods.tuning import TuningConfig
 from farspan.train.corpus import DataConfig, pack_mixture
 from farspan.train.search_text import (
     describe_search_text,
+    find_mixture,
     overlapping,
     read_mixture,
     search_text,
     split_text,
+    text_files,
 )
 from farspan.workflows.extend import extend
 from farspan.workflows.pretrain import read_recipe
@@ -254,6 +257,77 @@ def test_a_mixture_overlaps_with_the_files_that_it_names(folder):
     assert not overlapping(mixture(folder), folder / "other.txt")
 
 
+RECIPE = """
+title = "a small model"
+{passkey}
+data.folder = "{folder}"
+data.cache = "{folder}/cache"
+data.processes = 1
+data.tokenizer = "not read: the model has its own"
+
+[data.sources.numbers]
+files = "numbers.txt"
+weight = 3
+
+[data.sources.words]
+files = "words.txt"
+weight = 1
+
+[train]
+length = 64
+"""
+
+
+def pretraining_recipe(folder, passkey: str = ""):
+    file = folder / f"recipe{len(passkey)}.toml"
+    file.write_text(RECIPE.format(folder=folder, passkey=passkey))
+    return file
+
+
+def test_a_pretraining_recipe_is_a_mixture(folder, tokenizer):
+    """The same rows as a mixture file with its keys, passkey documents included."""
+    recipe = pretraining_recipe(folder, "data.passkey = 0.5")
+    assert read_mixture(recipe) == read_recipe(str(recipe)).data
+    lengths = {"search": LENGTH, "choose": 200, "report": 200}
+    limits = {"search": 100, "choose": 20, "report": 20}
+    splits = split_text(recipe, tokenizer, lengths, limits, TRAIN_LENGTH)
+    same = split_text(mixture(folder, 0.5), tokenizer, lengths, limits, TRAIN_LENGTH)
+    assert all(splits[name].ids.tolist() == same[name].ids.tolist() for name in lengths)
+    assert any("pass key" in tokenizer.decode(row) for row in splits["search"].ids)
+    assert overlapping(recipe, folder / "words.txt")
+    assert not overlapping(recipe, folder / "other.txt")
+    record = {"source": f"mixture {recipe}", "packed": True, "passkey": 0.5}
+    assert describe_search_text(recipe, tokenizer, True) == record
+
+
+def test_a_recipe_has_the_passkey_documents_of_its_pretraining(folder, tmp_path):
+    """They are a default of pretraining, unlike in a mixture file."""
+    assert read_mixture(pretraining_recipe(folder)).passkey == DataConfig({}).passkey > 0
+    (child := tmp_path / "child.toml").write_text('base = "small-nope-nopk"\nseed = 1')
+    assert read_mixture(child) == read_recipe("small-nope-nopk").data
+    assert read_mixture(child).passkey == 0
+
+
+def test_recipes_that_come_with_farspan_are_found_by_name():
+    assert read_mixture("small-nope.toml", "books") == replace(
+        read_recipe("small-nope").data, folder="books"
+    )
+    assert find_mixture("small-mixture.toml").parent.name == "mixture"
+    with pytest.raises(FarspanError, match="data.folder=PATH, or FARSPAN_DATA=PATH"):
+        text_files("small-nope.toml", "no such folder")
+
+
+def test_a_recipe_that_is_no_mixture_is_refused(folder, tmp_path):
+    (other := tmp_path / "other.toml").write_text("search.steps = 3")
+    with pytest.raises(FarspanError, match="a recipe has no key search"):
+        read_mixture(other)
+    (both := tmp_path / "both.toml").write_text(
+        "sources.x = {files = 'x', weight = 1}\n" + pretraining_recipe(folder).read_text()
+    )
+    with pytest.raises(FarspanError, match="no key sources; did you mean data.sources"):
+        read_mixture(both)
+
+
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.long
 def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
@@ -273,6 +347,11 @@ def test_extend_searches_on_a_mixture(folder, tokenizer, tmp_path):
     assert '"source": "numbers"' in text
     made = {"source": f"mixture {data['search']}", "packed": True, "passkey": 0.5}
     assert json.loads(text)["search_text"] == made
+    with pytest.raises(
+        FarspanError, match="choose=small-nope.toml is a mixture, which only search"
+    ):
+        choose = {"choose": "small-nope.toml"}
+        extend("nope-twin", 640, tmp_path / "no", "headscale", data=data | choose, recipe=recipe)
     with pytest.raises(FarspanError, match="overlap; give three disjoint texts"):
         extend(
             "nope-twin",

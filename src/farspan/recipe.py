@@ -57,6 +57,11 @@ def load_recipe(
     return _checked(kind, document)
 
 
+def recipe_keys(source: str | Path, *, recipe_dir: Path) -> set[str]:
+    """The keys and tables at the top of a recipe and its bases, which say what kind it is."""
+    return set(_document(_find(str(source), recipe_dir), recipe_dir))
+
+
 def apply_overrides(recipe: T, overrides: Sequence[str]) -> T:
     """The recipe with `key=value` overrides."""
     document = _parse(to_toml(recipe), "the recipe")

@@ -171,7 +171,7 @@ def find_files(data: DataConfig, source: str) -> list[Path]:
     if not (files := matching_files(data, source)):
         raise FarspanError(
             f"{data_folder(data.folder)} has no {data.sources[source].files} for data.sources."
-            f"{source}; set the folder of the text with data.folder=PATH"
+            f"{source}; set the folder of the text with data.folder=PATH, or FARSPAN_DATA=PATH"
         )
     return files
 

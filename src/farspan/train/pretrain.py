@@ -27,6 +27,7 @@ from farspan.train.optim import OptimizerConfig, make_optimizers
 from farspan.train.sharding import data_parallel, processes, shard
 from farspan.train.steps import TrainingTask
 
+RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "pretrain"
 RECIPE = "recipe.toml"
 DATA_HASH = "# its first rows: "  # the last line of recipe.toml: the hash of the first rows
 

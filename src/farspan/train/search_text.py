@@ -1,8 +1,8 @@
 """The text that a method is fitted on: windows of documents, or rows of a mixture.
 
 A mixture is what a model was pretrained on: weighted sources, packed documents, passkey documents.
-Wang 2024 searches scales on such rows. A mixture file has the keys of [data] of a pretraining
-recipe.
+Wang 2024 searches scales on such rows. A mixture file is a pretraining recipe, or has the keys of
+its [data].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farspan.data.documents import read_documents, share_text
 from farspan.data.windows import Windows, cut_windows, split_windows
 from farspan.errors import FarspanError
 from farspan.progress import Progress, silent
-from farspan.recipe import load_recipe
+from farspan.recipe import load_recipe, recipe_keys
 from farspan.train.corpus import (
     DataConfig,
     TrainingData,
@@ -26,6 +26,7 @@ from farspan.train.corpus import (
     pack_mixture,
     source_files,
 )
+from farspan.train.pretrain import RECIPE_DIR, PretrainConfig
 
 SEARCH = "search"
 SEARCH_SEED = 1 << 20  # seeds of pretraining are smaller
@@ -44,18 +45,23 @@ def is_mixture(source: str | Path) -> bool:
 
 
 def find_mixture(file: str | Path) -> Path:
-    """The file, or the mixture of that name that comes with farspan.
+    """The file, or the mixture or pretraining recipe of that name that comes with farspan.
 
-    >>> find_mixture("small-mixture.toml").is_file()
+    >>> find_mixture("small-mixture.toml").is_file() and find_mixture("small-nope.toml").is_file()
     True
     """
-    bundled = MIXTURES / file
-    return bundled if bundled.is_file() and not Path(file).is_file() else Path(file)
+    candidates = (Path(file), MIXTURES / file, RECIPE_DIR / file)
+    return next((path for path in candidates if path.is_file()), Path(file))
 
 
-def read_mixture(file: str | Path, folder: str = "") -> MixtureConfig:
-    """The mixture in a file; its texts lie in `folder` if it names no folder."""
-    data = load_recipe(MixtureConfig, find_mixture(file), recipe_dir=Path())
+def read_mixture(file: str | Path, folder: str = "") -> DataConfig:
+    """The mixture in a file, or [data] of a recipe; its texts lie in `folder` if it names none."""
+    path = find_mixture(file)
+    data: DataConfig
+    if "data" in recipe_keys(path, recipe_dir=RECIPE_DIR):
+        data = load_recipe(PretrainConfig, path, recipe_dir=RECIPE_DIR).data
+    else:
+        data = load_recipe(MixtureConfig, path, recipe_dir=RECIPE_DIR)
     return replace(data, folder=data.folder or folder)
 
 

@@ -42,6 +42,7 @@ from farspan.progress import Progress
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import (
     describe_search_text,
+    is_mixture,
     overlapping,
     search_text,
     split_text,
@@ -305,6 +306,12 @@ def _split_text(
             f"the texts are named {', '.join(data)}; give one corpus, or three as search=PATH, "
             "choose=PATH and report=PATH"
         )
+    for name in ("choose", "report"):
+        if is_mixture(data[name]):
+            raise FarspanError(
+                f"{name}={data[name]} is a mixture, which only search can be; give a text, or the "
+                "mixture alone, which is then split"
+            )
     for one, other in combinations(lengths, 2):
         if overlapping(data[one], data[other]):
             raise FarspanError(

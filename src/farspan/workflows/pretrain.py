@@ -29,6 +29,7 @@ from farspan.train.loop import StepCallback, StepMetrics
 from farspan.train.metadata import begin_of_text, write_training_metadata
 from farspan.train.pretrain import (
     FREE_KEYS,
+    RECIPE_DIR,
     PretrainConfig,
     batch_split,
     check_same_recipe,
@@ -37,7 +38,6 @@ from farspan.train.pretrain import (
 from farspan.train.pretrain import pretrain as train_recipe
 from farspan.train.sharding import full_tensor, processes
 
-RECIPE_DIR = Path(__file__).parent.parent / "assets" / "recipes" / "pretrain"
 GIB = 2**30
 
 
