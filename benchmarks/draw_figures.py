@@ -38,7 +38,7 @@ from farspan.report.figures import (
     scale_against_entropy,
 )
 from farspan.report.hero import loss_and_retrieval
-from farspan.report.lab_figures import accuracy_by_length, attention_distance
+from farspan.report.lab_figures import accuracy_by_length, attention_distance, attention_heads
 from farspan.report.study_tables import study_report
 from farspan.report.style import COLORS, INK, STYLE, line_styles
 from farspan.workflows.lab import accuracy_panels, read_study
@@ -135,6 +135,20 @@ def distance_small() -> Figure:
     return attention_distance(SimpleNamespace(models=models, pairs=pairs, tokens=tokens))
 
 
+def heads_bundled() -> Figure:
+    """Attention mass by distance of heads of the bundled models.
+
+    The record has means over distances that double, which stand for every distance.
+    """
+    lines = records("heads-bundled")
+    comparison = SimpleNamespace(
+        models=[line["model"] for line in lines],
+        mass=[np.repeat(line["mass"], np.diff([0, *line["distances"]]), axis=-1) for line in lines],
+        ablations=[np.array(line["increases"]) for line in lines],
+    )
+    return attention_heads(comparison)
+
+
 def diagnoses(group: str) -> list[Diagnosis]:
     """A part of the diagnoses of 29M models: `models`, `nope-scales` or `rope-scales`."""
     return [diagnosis_of(record) for record in records("diagnoses-small", group)]
@@ -208,11 +222,11 @@ FIGURES = {
     "small-loss.png": pretrained_small,
     "small-passkey.png": passkeys_small,
     "small-distance.png": distance_small,
+    "bundled-heads.png": heads_bundled,
     "lab-grid.png": lab_grid,
 }
-# The curves of these runs were not kept; the command draws the figure when the run is repeated.
+# What draws the other ones.
 WITHOUT_RECORDS = {
-    "small-heads.png": "farspan lab distance",
     "report.png": "python tests/browser.py report.html FOLDER",  # a screenshot
 }
 
