@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
@@ -49,6 +49,7 @@ class SourceConfig:
 class DataConfig:
     """[data]"""
 
+    table: ClassVar[str] = "data."  # where its keys lie in a recipe
     sources: dict[str, SourceConfig]
     folder: str = ""  # default: $FARSPAN_DATA, else ./data
     cache: str = ""  # of tokenizers and packed tokens; default: $FARSPAN_CACHE, ~/.cache/farspan
@@ -170,8 +171,9 @@ def find_files(data: DataConfig, source: str) -> list[Path]:
     """The files of a source in the data folder, sorted."""
     if not (files := matching_files(data, source)):
         raise FarspanError(
-            f"{data_folder(data.folder)} has no {data.sources[source].files} for data.sources."
-            f"{source}; set the folder of the text with data.folder=PATH, or FARSPAN_DATA=PATH"
+            f"{data_folder(data.folder)} has no {data.sources[source].files} for "
+            f"{data.table}sources.{source}; set the folder of the text with {data.table}folder=PATH, "
+            "or FARSPAN_DATA=PATH"
         )
     return files
 

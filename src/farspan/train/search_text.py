@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +37,7 @@ MIXTURES = Path(__file__).parent.parent / "assets" / "recipes" / "mixture"
 class MixtureConfig(DataConfig):
     """A mixture file: [data] of a pretraining recipe, with passkey documents only by request."""
 
+    table: ClassVar[str] = ""
     passkey: float = 0.0
 
 
