@@ -22,6 +22,8 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
+from farspan.cli.console import console
+from farspan.cli.extend import show_estimate
 from farspan.errors import CorruptError, FarspanError, ProofError
 from farspan.methods import headscale as headscale_module
 from farspan.methods import registry
@@ -40,6 +42,7 @@ from farspan.report import style
 from farspan.workflows import extend as extend_workflow
 from farspan.workflows import search_folder
 from farspan.workflows.extend import extend
+from farspan.workflows.extend_estimate import ExtendEstimate
 from fit_jobs import BY_NAME, QUICK, job_for
 from test_train import in_processes
 
@@ -567,6 +570,17 @@ def test_says_what_the_model_itself_scales_at_the_target(tiny, tmp_path):
     )
     factor = 1 + 0.1 * math.log(1 + 127 // 16)
     assert any(f"in layers 0–3: ×{factor:.3g} at 128 tokens" in note for note in estimate.notes)
+
+
+@pytest.mark.parametrize(
+    ("is_auto", "row"), [(False, "method  yarn+continue"), (True, "auto tries")]
+)
+def test_an_estimate_says_auto_only_where_auto_was_asked_for(is_auto, row):
+    text, stages = {"search": 10}, {"yarn": 3.0}
+    estimate = ExtendEstimate(("yarn", "continue"), text, (), "quick", stages, 9.0, is_auto=is_auto)
+    with console.capture() as captured:
+        show_estimate(estimate, as_json=False)
+    assert captured.get().startswith(row)
 
 
 def test_warns_about_a_patch_that_raises_the_loss(tiny, tmp_path):

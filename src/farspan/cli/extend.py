@@ -152,8 +152,10 @@ def show_estimate(estimate: ExtendEstimate, as_json: bool) -> None:
         print_json({**asdict(estimate), "seconds": estimate.seconds})
         return
     facts = make_facts()
-    one = len(estimate.methods) == 1
-    facts.add_row("method" if one else "auto tries", ", ".join(estimate.methods))
+    if estimate.is_auto:
+        facts.add_row("auto tries", ", ".join(estimate.methods))
+    else:
+        facts.add_row("method", "+".join(estimate.methods))
     splits = ", ".join(f"{count:,} to {name}" for name, count in estimate.text.items())
     facts.add_row("text", f"tokens: {splits}")
     if estimate.tokens:

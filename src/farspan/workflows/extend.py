@@ -228,6 +228,7 @@ def _estimate(prepared: Prepared) -> tuple[ExtendEstimate, list[Stage]]:
         seconds,
         sum(stage.seconds for stage in stages_of_full),
         **distilled,
+        is_auto=is_auto,
     )
     return estimate, stages
 

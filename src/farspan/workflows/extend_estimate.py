@@ -139,7 +139,7 @@ def _method_stages(
 class ExtendEstimate(Summarized):
     """The cost of an extension; keys of --json. Without distillation, tokens is 0."""
 
-    methods: tuple[str, ...]  # more than one if auto chooses among them
+    methods: tuple[str, ...]  # in order, or those among which auto chooses
     text: dict[str, int]  # tokens of each split
     notes: tuple[str, ...]
     preset: str | None  # None: a recipe
@@ -148,6 +148,7 @@ class ExtendEstimate(Summarized):
     tokens: int = 0  # of distillation
     steps: int = 0
     flops: float = 0.0
+    is_auto: bool = False
 
     @property
     def seconds(self) -> float:
