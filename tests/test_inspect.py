@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from farspan.cli import app
 from farspan.cli.console import console
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
+from farspan.workflows.inspect_summary import describe_other_layers, layers_without_attention
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 KEYS = {
@@ -267,10 +269,33 @@ def test_rope_scaling_and_the_next_commands_follow_the_config(tmp_path):
     inspection = farspan.inspect(tmp_path)
     assert inspection.rope == "llama3, factor 8, from 16 tokens, base 500,000"
     first, second = inspection.next_commands
-    assert first == f"farspan diagnose {tmp_path}"
-    assert second == f"farspan extend {tmp_path} --to 128 --method ntk"
-    assert inspect_family("smollm3").next_commands[1].endswith("--method yarn+headscale")
+    assert first == "farspan diagnose MODEL"
+    assert second == "farspan extend MODEL --to 128 --method ntk"
+    assert f"which {tmp_path} lacks: MODEL is a folder" in inspection.warnings[-1]
     assert inspect_family("farspan-none").rope is None
+
+
+def test_the_next_steps_of_a_model_object_are_calls():
+    first, second = inspect_family("smollm3").next_commands
+    assert first == "farspan.diagnose((model, tokenizer))"
+    assert second == 'farspan.extend((model, tokenizer), 128, method="yarn+headscale")'
+
+
+def test_a_config_without_rotary_layers_has_no_rotation(tmp_path):
+    hf.LlamaConfig(**SHAPE, rope_theta=5e5).save_pretrained(tmp_path)
+    assert farspan.inspect(tmp_path).rope == "not scaled, base 500,000"
+    assert farspan.inspect(tmp_path, position="none").rope is None
+
+
+def test_layers_without_attention_are_counted():
+    mamba = SimpleNamespace(
+        layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_d_state=16
+    )
+    assert layers_without_attention(mamba, {1}) == {"mamba": 2}
+    blocks = SimpleNamespace(layers_block_type=["mlp", "full_attention", "linear_attention"])
+    counts = layers_without_attention(blocks, {1})
+    assert describe_other_layers(counts) == "1 mlp, 1 linear attention"
+    assert layers_without_attention(hf.LlamaConfig(**SHAPE), {0}) == {}
 
 
 def test_a_layer_without_heads_in_its_config_has_none():

@@ -101,6 +101,8 @@ def format_cache(size: int) -> str:
 
 
 def _facts(inspection: Inspection) -> Table:
+    from farspan.workflows.inspect_summary import describe_other_layers
+
     heads = (
         f"{inspection.heads} query, {inspection.kv_heads} key/value, "
         f"dimension {inspection.head_dim}, base scale {inspection.base_scale:.4g}"
@@ -112,6 +114,8 @@ def _facts(inspection: Inspection) -> Table:
     )
     facts.add_row("heads", heads)
     facts.add_row("train length", f"{length:,} tokens" if length else "unknown")
+    if inspection.other_layers:
+        facts.add_row("without attention", describe_other_layers(inspection.other_layers))
     if inspection.rope:
         facts.add_row("rotation", inspection.rope)
     if inspection.query_norm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,10 @@ from farspan.summaries import Summarized
 from farspan.workflows.inspect_summary import (
     CacheReport,
     cache_reports,
+    describe_other_layers,
     describe_rope_scaling,
+    layers_without_attention,
+    next_calls,
     next_commands,
     stored_dtype,
 )
@@ -115,6 +118,7 @@ class Inspection(Summarized):
     next_commands: tuple[str, ...] = ()
     patch: dict[str, Any] | None = None  # what a patch folder adds to its base model
     seam_check: SeamCheck | None = None  # with `check`
+    other_layers: dict[str, int] = field(default_factory=dict)  # without attention, by kind
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,6 +133,7 @@ class Inspection(Summarized):
             "model": f"{self.model} ({self.family}, {self.parameters:,} parameters)",
             "train length": f"{self.train_length:,} tokens" if self.train_length else "unknown",
             "layers": "; ".join(f"{kind} in {format_ranges(at)}" for kind, at in layers.items()),
+            "without attention": describe_other_layers(self.other_layers),
             "rotation": self.rope or "",
             "temperature": self.temperature or "",
             "scales fold": f"into {self.fold.site}" if self.fold.possible else "no",
@@ -169,7 +174,11 @@ def inspect(
                 "remove it, or give the path"
             )
         advance(1, "probe the layers")
-        return _with_check(_inspect_model(model, type(model).__name__, advance), model, check)
+        inspection = _inspect_model(model, type(model).__name__, advance)
+        scaled = existing_rope_scaling(model.config.get_text_config()) is not None
+        calls = next_calls(inspection.layers, inspection.train_length, scaled)
+        calls = calls if inspection.next_commands else ()  # it could not be probed
+        return _with_check(replace(inspection, next_commands=calls), model, check)
     folder, name = Path(model), str(model)
     advance(0, "load the model")
     if folder.suffix == ".gguf" and not folder.is_dir() and not check:
@@ -183,13 +192,25 @@ def inspect(
                     f"--check runs the model itself, and {name} has no weights; leave --check out, "
                     "or give a folder with weights"
                 )
-            return _inspect_config(config, name, trust_remote_code, advance)
+            return _without_weights(_inspect_config(config, name, trust_remote_code, advance))
     loaded = load(model, position=position, trust_remote_code=trust_remote_code).model
     advance(1, "probe the layers")
     _check_weights(loaded, name)
     inspection, patch = _inspect_model(loaded, name, advance), find_patch(model)
     inspection = _with_check(inspection, loaded, check)
     return inspection if patch is None else _with_patch(inspection, folder, patch)
+
+
+def _without_weights(inspection: Inspection) -> Inspection:
+    """The inspection of a config, which the next commands cannot run."""
+    name = inspection.model
+    commands = tuple(
+        command.replace(f" {name}", " MODEL", 1) for command in inspection.next_commands
+    )
+    if not commands:
+        return inspection
+    note = f"the next commands need weights, which {name} lacks: MODEL is a folder that has them"
+    return replace(inspection, next_commands=commands, warnings=(*inspection.warnings, note))
 
 
 def _with_patch(inspection: Inspection, folder: Path, patch: Patch) -> Inspection:
@@ -356,6 +377,8 @@ def _inspect_model(
         temperature=temperature,
         query_norm=_query_norm(layers),
         layers=reports,
+        rope=from_config.rope if any(r.position in ("rope", "unknown") for r in reports) else None,
+        other_layers=layers_without_attention(config, {report.index for report in reports}),
         fold=_fold_report(model, layers),
         warnings=(*warnings, *notes, *_disagreements(reports)),
     )

@@ -1,8 +1,9 @@
-"""What follows from an inspection: the size of the KV cache, and the command to run next."""
+"""What follows from an inspection: layers without attention, the KV cache, the next command."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,37 @@ def _describe_rope(rope: dict[str, Any]) -> str:
     if theta := rope.get("rope_theta"):
         parts.append(f"base {theta:,.0f}")
     return ", ".join(parts)
+
+
+def layers_without_attention(
+    config: PreTrainedConfig, attending: Collection[int]
+) -> dict[str, int]:
+    """The number of the other layers of each kind that the config of a hybrid names.
+
+    attending: the indices of the layers with attention.
+    """
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    counts = Counter(kind for index, kind in enumerate(kinds) if index not in attending)
+    if "linear_attention" in counts and any("mamba" in name for name in vars(config)):
+        counts["mamba"] = counts.pop("linear_attention")  # transformers' common name for both
+    return dict(counts)
+
+
+def describe_other_layers(counts: dict[str, int]) -> str:
+    """`36 mamba, 2 mlp`"""
+    return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in counts.items())
+
+
+def next_calls(
+    layers: Sequence[CachingLayer], train_length: int | None, scaled: bool
+) -> tuple[str, ...]:
+    """`next_commands` as calls in Python, for a model object."""
+    length = "" if train_length else ", train_length=N"
+    calls = [f"farspan.diagnose((model, tokenizer){length})"]
+    if method := recommended_method(layers, scaled):
+        target = 2 * train_length if train_length else "M"
+        calls.append(f'farspan.extend((model, tokenizer), {target}, method="{method}"{length})')
+    return tuple(calls)
 
 
 def next_commands(
