@@ -82,7 +82,7 @@ def test_differences_are_those_of_the_same_samples(runs, tmp_path):
         if (score.run, score.task, score.metric) == ("yarn", "single", "recall")
     )
     assert change.value == pytest.approx(0.8)
-    assert 0.3 < change.low < change.value < change.high < 1.3
+    assert 0.3 < change.low < change.value < change.high == 1
     assert change.pairs == 10
     assert change.clear
     average = [
@@ -124,12 +124,37 @@ def test_a_baseline_is_a_run_of_its_own(tmp_path):
     folder = results(tmp_path / "out", passkeys([1, 1, 1]), baseline=passkeys([1, 0, 1]))
     result = compare([folder], tmp_path / "table.csv")
     change = {score.run: score.difference for score in result.scores}
-    assert change["out"] is None
-    assert change["base"].value == pytest.approx(-1 / 3)
+    assert change["base"] is None
+    assert change["model"].value == pytest.approx(1 / 3)
+    assert result.reference == "base"
     with (tmp_path / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == ["out", "base"]
-    assert float(rows[1]["difference"]) == pytest.approx(-1 / 3)
+    assert [row["run"] for row in rows] == ["base", "model"]
+    assert float(rows[1]["difference"]) == pytest.approx(1 / 3)
+
+
+def test_runs_of_different_models_have_their_names(tmp_path):
+    first = results(tmp_path / "a", passkeys([1, 0, 1]), "no/twin")
+    second = results(tmp_path / "b", passkeys([0, 0, 1]), "no/other", baseline=passkeys([1, 1, 0]))
+    result = compare([first, second], tmp_path / "table.md")
+    change = {score.run: score.difference for score in result.scores}
+    assert [*change] == ["no/twin", "no/other", "base"]
+    assert change["no/other"].value == pytest.approx(-1 / 3)
+    assert change["base"].value == 0
+    again = results(tmp_path / "c", passkeys([0, 0, 1]), "no/twin")
+    assert compare([first, again], tmp_path / "table.md").reference == "a", "one model twice"
+
+
+@pytest.mark.parametrize(("name", "largest"), [("needle", 1.0), ("ruler", 100.0)])
+def test_differences_of_shares_end_at_the_largest_one(name, largest):
+    own, other = (
+        [{**sample, "eval": name} for sample in needles(hits, tasks=("vt",))]
+        for hits in ([1, 1, 1, 0, 1], [0, 0, 0, 0, 1])
+    )
+    forth, back = paired_differences(own, other), paired_differences(other, own)
+    assert forth[name, "vt", 256].high == largest
+    assert back[name, "vt", 256].low == -largest
+    assert forth[name, "vt", 256].low > -largest
 
 
 def test_losses_are_weighted_by_their_tokens():

@@ -21,7 +21,10 @@ def compare_command(
     ] = Path("compare.md"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare results of farspan eval: runs by lengths, with paired differences to the first."""
+    """Compare results of farspan eval: runs by lengths, with paired differences to the first.
+
+    A single run is compared with its baseline. Runs are named by their models where these differ.
+    """
     from farspan.report.comparison import table_rows
     from farspan.workflows.compare import compare
 

@@ -52,7 +52,8 @@ def paired_differences(
     for key in own:
         shared = [name for name in own[key] if name in other.get(key, {})]
         if shared:
-            differences[key] = _difference(own[key], other[key], shared)
+            largest = 1.0 if key[0] == "passkey" else SCALES.get(key[0], math.inf)
+            differences[key] = _difference(own[key], other[key], shared, largest)
     return differences
 
 
@@ -62,12 +63,17 @@ def average_difference(parts: Sequence[PairedDifference]) -> PairedDifference:
 
 
 def _difference(
-    own: Mapping[Hashable, _Outcome], other: Mapping[Hashable, _Outcome], shared: list[Hashable]
+    own: Mapping[Hashable, _Outcome],
+    other: Mapping[Hashable, _Outcome],
+    shared: list[Hashable],
+    largest: float,
 ) -> PairedDifference:
+    """largest: the difference between the best and the worst score, which bounds the interval."""
     values = [own[name].value - other[name].value for name in shared]
     documents = [own[name].document for name in shared]
     few = len(set(documents)) < MIN_DOCUMENTS  # then windows are resampled
-    mean = bootstrap(values, [own[name].weight for name in shared], None if few else documents)
+    weights, groups = [own[name].weight for name in shared], None if few else documents
+    mean = bootstrap(values, weights, groups, within=(-largest, largest))
     return PairedDifference(*mean, len(shared))
 
 

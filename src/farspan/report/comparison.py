@@ -14,7 +14,7 @@ LOSS = "ppl"  # its differences are those of the loss, in nats
 
 @dataclass(frozen=True)
 class ComparedScore:
-    """A score of one run, and its paired difference to the first run."""
+    """A score of one run, and its paired difference to the reference."""
 
     run: str
     eval: str

@@ -21,7 +21,7 @@ from farspan.files import write_text
 from farspan.report.comparison import ComparedScore, long_rows, markdown_table, table_rows
 from farspan.report.page import Run, scores_by_model
 from farspan.summaries import Summarized
-from farspan.workflows.report import read_runs
+from farspan.workflows.report import name_by_model, read_runs
 
 SUFFIXES = (".md", ".csv", ".json")
 UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
@@ -29,7 +29,7 @@ UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
 
 @dataclass(frozen=True, repr=False)
 class CompareResult(Summarized):
-    """Every score of every run, with differences to the first run."""
+    """Every score of every run, with differences to the reference."""
 
     reference: str
     scores: tuple[ComparedScore, ...]
@@ -47,6 +47,7 @@ class CompareResult(Summarized):
 def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> CompareResult:
     """Write one table of results folders; differences are to the first, on the same samples.
 
+    Those of a single run are to its baseline.
     out: a .md, .csv or .json file; an existing one is replaced.
     """
     out = Path(out)
@@ -62,8 +63,10 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
                 f"{folder} is a run of `farspan {run.record['command']}`; compare folders of "
                 "`farspan eval`"
             )
+    runs = _named(runs)
     samples = {name: group for run in runs for name, group in _samples(run).items()}
-    reference = runs[0].name
+    baseline = runs[0].record.get("vs") if len(runs) == 1 else None
+    reference = baseline["model"] if baseline else runs[0].name
     changes = {
         name: paired_differences(group, samples[reference])
         for name, group in samples.items()
@@ -82,7 +85,9 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
             score["n"],
             _change(score, changes.get(name, {})),
         )
-        for name, group in scores_by_model(runs).items()
+        for name, group in sorted(
+            scores_by_model(runs).items(), key=lambda item: item[0] != reference
+        )
         for score in group
         if not score["tags"].get("detail")
     )
@@ -91,9 +96,17 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
     return result
 
 
+def _named(runs: Sequence[Run]) -> Sequence[Run]:
+    """The runs under the names of their models, where each run has a model of its own."""
+    models = [run.record.get("model") for run in runs]
+    baselines = {run.record["vs"]["model"] for run in runs if run.record.get("vs")}
+    distinct = len(set(models)) == len(models) and baselines.isdisjoint(models)
+    return name_by_model(runs) if distinct else runs
+
+
 def _samples(run: Run) -> dict[str, list[Mapping[str, Any]]]:
     """By the names in the table: those of the run, and those of its baseline."""
-    named = {run.record.get("model"): run.name}
+    named = {run.record.get("model"): run.name, run.name: run.name}
     if baseline := run.record.get("vs"):
         named[baseline["model"]] = baseline["model"]
     groups: dict[str, list[Mapping[str, Any]]] = {name: [] for name in named.values()}
