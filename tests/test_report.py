@@ -188,7 +188,7 @@ def test_heads_of_several_models_share_their_colors():
         curves = {"loss": [3.0, 3.0], "entropy": None, "loss_knee": None}
         record["models"] += [{**model, **curves, "entropy_by_head": {"0": [[2.0, 2.0 + growth]]}}]
     run = SimpleNamespace(name="run", record=record)
-    charts = titled("".join(page._diagnoses([run])), "entropy of heads at the end")
+    charts = titled("".join(page._diagnoses([run], {})), "entropy of heads at the end")
     assert [chart["data"][0]["z"] for chart in charts] == [[[1.0]], [[-4.0]]]
     assert [(chart["data"][0]["zmin"], chart["data"][0]["zmax"]) for chart in charts] == [
         (-4, 4)
@@ -202,12 +202,36 @@ def test_patch_shows_loss_and_scales(runs, written):
     for trace in curves["data"]:
         mean = np.convolve(record["loss_by_position"][trace["name"]], np.ones(8) / 8, "same")
         assert np.allclose(trace["y"][8:-8], mean[8:-8])
-    (scales,) = titled(written, "λ̂ of each head")
-    patch_scales = Patch.load(runs / "patch").scales
-    assert np.allclose(scales["data"][0]["z"], patch_scales.at(torch.tensor(128)))
-    assert not np.allclose(scales["data"][0]["z"], patch_scales.base), "at the target"
+    assert not titled(written, "λ̂ of each head"), "all heads have one"
+    scales = Patch.load(runs / "patch").scales
+    at_target = float(scales.at(torch.tensor(128)).flatten()[0])
+    assert f"at the target λ̂ is {at_target:.3f} in all 4 heads of 2 layers." in written
+    assert abs(at_target - float(scales.base.flatten()[0])) > 0.01, "not as trained"
     number = '<td class="number">'
     assert f"<td>loss@128</td>{number}{record['before']['loss@128']:.3f}</td>" in written
+
+
+def test_scales_of_heads_are_a_grid():
+    run = page.Run("run", {}, {0: [1.0, 1.2], 3: [1.1, 1.0]})
+    (grid,) = titled(page._scales(run), "λ̂ of each head")
+    assert grid["data"][0]["z"] == [[1.0, 1.2], [1.1, 1.0]]
+
+
+def test_a_model_has_one_color_in_all_sections(runs, written):
+    (loss,), (perplexity,) = (
+        titled(written, "Mean attention entropy"),
+        titled(written, "Perplexity"),
+    )
+    (extension,) = titled(written, "patch: loss by position")
+    patched, base = (trace["line"]["color"] for trace in perplexity["data"])
+    assert patched != base == loss["data"][0]["line"]["color"]
+    assert [trace["line"]["color"] for trace in extension["data"]] == [base, patched]
+
+
+def test_colors_within_a_chart_differ():
+    colors = {}
+    assert page._color_numbers(["runs/a/model", "twin", "twin"], colors) == [0, 1, 2]
+    assert page._color_numbers(["twin", "a/model", "other/a/model"], colors) == [1, 0, 3]
 
 
 def test_evaluation_shows_its_baseline_and_intervals(runs, written):
@@ -274,6 +298,13 @@ def test_means_over_the_grid_of_old_records_keep_their_meaning(tmp_path):
         ["passkey_mean", "512"],
         ["passkey_grid_mean", "1,024"],
     ]
+
+
+def test_equal_means_of_passkeys_are_shown_once(tmp_path):
+    means = [score(0.5, 512, "passkey_mean", context=512), score(0.5, 512, "passkey_grid_mean")]
+    text = report([write_eval(tmp_path / "run", *means)], tmp_path / "page.html").read_text()
+    assert "<td>any text passkey_mean</td>" in text
+    assert "passkey_grid_mean" not in text
 
 
 def test_baseline_scores_of_several_runs_are_merged_unless_they_differ(tmp_path):

@@ -51,6 +51,32 @@ def test_every_measure_has_its_own_effective_length():
     ]
 
 
+def test_a_length_fails_only_if_its_interval_is_below_the_threshold():
+    """Four of five keys do not show that fewer than 85% are retrieved."""
+
+    def keys(length: int, hits: int, high: float) -> dict:
+        return {**score("passkey", length, hits / 5), "n": 5, "high": high}
+
+    (effective,) = effective_by_scores([keys(512, 4, 0.96), keys(1024, 1, 0.62)], None)
+    assert effective == Effective("passkeys", 512, 1024, "4 of 5 at 512")
+    (none,) = effective_by_scores([keys(512, 0, 0.43), keys(1024, 4, 0.96)], None)
+    assert none == Effective("passkeys", 0, 1024, "0 of 5 at 512")
+    record = {"command": "eval", "settings": {}, "scores": [keys(512, 4, 0.96)]}
+    assert "passkeys ≥ 512 (4 of 5 at 512)" in summary_cards([("model", record)])
+
+
+def test_the_gain_is_that_at_the_target():
+    settings = {"train_length": 512, "context": 1024}
+    scores, base = perplexities(10.0, 10.0, 9.0, 50.0), perplexities(10.0, 10.0, 90.0, 99.0)
+    record = {"command": "eval", "settings": settings, "scores": scores}
+    record["vs"] = {"model": "base", "scores": base}
+    patch, _ = summaries([("patch", record)])
+    assert patch.gain == "−90.0% perplexity at 1,024 (90.00 → 9.00)"
+    assert "gain at the target" in summary_cards([("patch", record)])
+    record["settings"] = {**settings, "context": 512}
+    assert summaries([("patch", record)])[0].gain == "", "nothing beyond the train length"
+
+
 def test_averages_over_tasks_stand_for_their_tasks():
     lengths = {"vt": 256.0, "cwe": 1024.0, "average of 11 tasks": 512.0}
     scores = [score("effective_length", 1024, value, task) for task, value in lengths.items()]
@@ -98,6 +124,7 @@ def test_runs_of_one_model_are_one_summary():
     assert without.effective == [Effective("loss", 512, 1024), Effective("passkeys", 512, 1024)]
     assert math.exp(3.2 - 3.0) > 1.1
     assert without.cost == "+0.000 nats at 512"
+    assert without.gain == "+0.000 nats at 1,024"
 
 
 def test_a_card_escapes_names_and_says_what_was_not_measured():

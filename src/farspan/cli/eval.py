@@ -343,7 +343,7 @@ def _check_gates(evaluation: EvalResult) -> None:
 
 def show_evaluation(evaluation: EvalResult) -> None:
     compared = evaluation.baseline is not None
-    scores = [score for score in evaluation.scores if not score.tags.get("detail")]
+    scores = _shown_scores(evaluation)
     columns = ["length", "model" if compared else "value", "95% CI"]
     columns += [*(("baseline", "ratio") if compared else ()), "n", "truncated", "skipped"]
     table = _table(evaluation, scores, columns)
@@ -363,6 +363,14 @@ def show_evaluation(evaluation: EvalResult) -> None:
         mark = "[green]holds[/]" if gate.holds else "[red]failed[/]"
         print_line(f"{mark}  {escape(gate.gate)}  [dim]{escape(gate.detail)}[/]")
     print_saved("record, samples and figures", evaluation.folder)
+
+
+def _shown_scores(evaluation: EvalResult) -> list[Score]:
+    """The scores without details, and without a mean that repeats another."""
+    from farspan.evals.results import without_repeated_means
+
+    scores = without_repeated_means(evaluation.scores, getattr)
+    return [score for score in scores if not score.tags.get("detail")]
 
 
 def _show_data(evaluation: EvalResult, scores: Sequence[Score]) -> None:

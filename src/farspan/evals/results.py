@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from farspan.evals.gates import GateResult
 from farspan.evals.scores import Score
 from farspan.summaries import Plotted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,4 +67,19 @@ def stored_scores(scores: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
         if score["metric"] == "passkey_mean" and "context" not in score["tags"]
         else score
         for score in scores
+    ]
+
+
+def without_repeated_means(
+    scores: Sequence[T], get: Callable[[T, str], Any] = operator.getitem
+) -> list[T]:
+    """The scores to show: where no length is beyond the context, both means of passkeys are one.
+
+    get: reads a field of a score.
+    """
+    inside = {get(score, "length") for score in scores if get(score, "metric") == "passkey_mean"}
+    return [
+        score
+        for score in scores
+        if get(score, "metric") != "passkey_grid_mean" or get(score, "length") not in inside
     ]

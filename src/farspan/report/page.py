@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.evals.results import stored_scores
+from farspan.evals.results import stored_scores, without_repeated_means
 from farspan.record import format_number
 from farspan.report.comparison import group_label
 from farspan.report.elements import (
@@ -36,6 +36,7 @@ from farspan.report.summary import gate_list, summary_cards
 PAGE = Path(__file__).parent.parent / "assets" / "report.html"
 
 Record = Mapping[str, Any]
+Colors = dict[str, int]  # model -> the number of its color, the same in every section
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +59,10 @@ def page(runs: Sequence[Run], packed_script: str) -> str:
     contents: list[tuple[str, str]] = []
     if cards := summary_cards([(run.name, run.record) for run in runs]):
         parts.append(_section("Summary", [cards], contents))
+    colors: Colors = {}
     for command, (title, draw) in SECTIONS.items():
         if of_command := [run for run in runs if run.record["command"] == command]:
-            parts.append(_section(title, draw(of_command), contents))
+            parts.append(_section(title, draw(of_command, colors), contents))
     parts.append(_section("Runs", [_runs_table(runs)], contents))
     links = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in contents)
     nav = f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
@@ -100,11 +102,23 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"<p>{html.escape(run.name)}: {html.escape(str(note))}</p>"
 
 
+def _color_numbers(names: Iterable[str], colors: Colors) -> list[int]:
+    """The color of each model of a chart, which it has in other sections too."""
+    numbers: list[int] = []
+    for name in names:
+        key = "/".join(name.split("/")[-2:])
+        if colors.get(key) in numbers:  # another model, or another run of this one
+            key = f"{name} ({len(numbers)})"
+        numbers.append(colors.setdefault(key, len(colors)))
+    return numbers
+
+
 # Sections: one for each command.
 
 
-def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
+def _diagnoses(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     models = [model for run in runs for model in run.record["models"]]
+    numbers = _color_numbers([model["model"] for model in models], colors)
     if len(runs) > 1:  # several runs may have diagnosed the same model
         models = [
             {**model, "model": f"{run.name}: {model['model']}"}
@@ -118,7 +132,9 @@ def _diagnoses(runs: Sequence[Run]) -> Iterator[str]:
         ("loss", "Loss by position", "loss (nats per token)"),
         ("entropy", "Mean attention entropy", "entropy (nats)"),
     ):
-        measured = [(n, model) for n, model in enumerate(models) if model[key] is not None]
+        measured = [
+            (n, model) for n, model in zip(numbers, models, strict=True) if model[key] is not None
+        ]
         lines = [trace for n, model in measured for trace in _curve(model, key, n)]
         if lines:
             note = "a ring marks the knee, where a curve leaves its trend"
@@ -155,17 +171,20 @@ def _curve(model: Record, key: str, number: int) -> Iterator[Trace]:
         yield ring(knee, height, f"{model['model']}: knee", number)
 
 
-def _extensions(runs: Sequence[Run]) -> Iterator[str]:
+def _extensions(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     for run in runs:
         record = run.record
         before, after = record["before"], record["after"]
         length = record["settings"]["train_length"]
         lines = []
-        for number, (name, curve) in enumerate(record["loss_by_position"].items()):
+        base = record["settings"].get("model") or f"base of {run.name}"
+        numbers = _color_numbers([base, run.name], colors)
+        curves = record["loss_by_position"].items()
+        for number, (name, curve) in zip(numbers, curves, strict=True):
             smooth = running_mean(_to_floats(curve), length // 8)
             step = max(1, len(smooth) // 1024)
             positions = range(1, len(smooth) + 1, step)
-            lines.append(line(positions, smooth[::step].tolist(), name, 1 - number))
+            lines.append(line(positions, smooth[::step].tolist(), name, number))
         method = record.get("method") or record["settings"]["method"]
         title = f"{run.name}: loss by position, {method}"
         x, y, axis = "position (tokens)", "loss (nats per token)", position_axis(len(smooth))
@@ -177,12 +196,22 @@ def _extensions(runs: Sequence[Run]) -> Iterator[str]:
             f"{run.name}: before and after",
         )
         if run.scales:
-            yield heads_grid(run.scales, f"{run.name}: λ̂ of each head at the target", "")
+            yield _scales(run)
 
 
-def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
+def _scales(run: Run) -> str:
+    """λ̂ of each head, or a sentence if all heads have the same one."""
+    values = [value for row in run.scales.values() for value in row]
+    if max(values) - min(values) > 5e-4:  # else no digit on the page tells two heads apart
+        return heads_grid(run.scales, f"{run.name}: λ̂ of each head at the target", "")
+    text = f"λ̂ is {values[0]:.3f} in all {len(values)} heads of {len(run.scales)} layers"
+    return f"<p>{html.escape(run.name)}: at the target {text}.</p>"
+
+
+def _evaluations(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     """All models in one figure, baselines included."""
     models = scores_by_model(runs)
+    numbers = dict(zip(models, _color_numbers(models, colors), strict=True))
     perplexities = [
         score for scores in models.values() for score in scores if score["metric"] == "ppl"
     ]
@@ -192,7 +221,7 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield from _notes(run)
     for task in dict.fromkeys(score["tags"]["task"] for score in perplexities):
-        yield _perplexity(models, task, lengths)
+        yield _perplexity(models, task, lengths, numbers)
     yield side_by_side(
         _passkeys(name, at_depth, lengths)
         for name, scores in models.items()
@@ -201,7 +230,7 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     rows = [
         _row(name, score)
         for name, scores in models.items()
-        for score in scores
+        for score in without_repeated_means(scores)
         if not score["tags"].get("detail")
     ]
     header = ["measure", "model", "length", "value", "95% interval", "n"]
@@ -209,9 +238,11 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[str]:
     yield from samples_table({run.name: run.samples for run in runs})
 
 
-def _perplexity(models: Mapping[str, Sequence[Record]], task: str, marks: set[int]) -> str:
+def _perplexity(
+    models: Mapping[str, Sequence[Record]], task: str, marks: set[int], numbers: Mapping[str, int]
+) -> str:
     lines, plotted, measured = [], [], set()
-    for number, (name, scores) in enumerate(models.items()):
+    for name, scores in models.items():
         of_task = [s for s in scores if s["metric"] == "ppl" and s["tags"]["task"] == task]
         if of_task:
             values = [score["value"] for score in of_task]
@@ -222,7 +253,8 @@ def _perplexity(models: Mapping[str, Sequence[Record]], task: str, marks: set[in
             spread["arrayminus"] = [score["value"] - score["low"] for score in of_task]
             lengths = [score["length"] for score in of_task]
             measured |= {*lengths}
-            lines.append(line(lengths, values, name, number, mode="lines+markers", error_y=spread))
+            drawn = {"mode": "lines+markers", "error_y": spread}
+            lines.append(line(lengths, values, name, numbers[name], **drawn))
     axes: dict[str, Any] = {"xaxis": length_axis(measured), "yaxis": log_axis(plotted)}
     note = "bars: 95% intervals"
     title, x = f"Perplexity, {task}", "length (tokens)"
@@ -293,7 +325,7 @@ def _row(name: str, score: Record) -> list[str]:
     ]
 
 
-def _lab(runs: Sequence[Run]) -> Iterator[str]:
+def _lab(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     for run in runs:
         learned, models = int(run.record["learnt"]), int(run.record["models"])
         yield f"<p>{learned} of {models} models learned their task.</p>"
@@ -344,7 +376,7 @@ def _accuracy(cells: Sequence[Record]) -> tuple[list[int], list[float]]:
     ]
 
 
-def _studies(runs: Sequence[Run]) -> Iterator[str]:
+def _studies(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     """The mean loss of the seeds under every method, for each model, target and text."""
     for run in runs:
         groups: dict[tuple[str, int], dict[str, list[Record]]] = {}
@@ -382,7 +414,7 @@ def _method_losses(methods: Mapping[str, Sequence[Record]], text: str, title: st
     return plot(lines, title, x, y, marks={length}, xaxis=axis)
 
 
-def _trainings(runs: Sequence[Run]) -> Iterator[str]:
+def _trainings(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     lines = []
     for number, run in enumerate(runs):
         steps = [entry["step"] for entry in run.metrics]

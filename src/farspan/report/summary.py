@@ -25,6 +25,7 @@ class Effective:
     measure: str
     length: int
     measured: int  # the longest measured length
+    counted: str = ""  # the texts behind it, where they are few
 
     def __str__(self) -> str:
         return f"{'≥ ' * (self.length >= self.measured)}{self.length:,}"
@@ -40,6 +41,7 @@ class ModelSummary:
     claimed: int | None = None
     effective: list[Effective] = field(default_factory=list)
     cost: str = ""
+    gain: str = ""
     gates: list[Record] = field(default_factory=list)
     knee: str = ""
 
@@ -70,6 +72,7 @@ def _collect_eval(name: str, record: Record, models: dict[str, ModelSummary]) ->
     if baseline := record.get("vs"):
         base_scores = stored_scores(baseline["scores"])
         summary.cost = summary.cost or _cost(scores, base_scores, length)
+        summary.gain = summary.gain or _gain(scores, base_scores, length, summary.claimed)
         if baseline["model"] not in models:
             base = ModelSummary(baseline["model"], "baseline", length, length)
             base.effective += effective_by_scores(base_scores, length)
@@ -94,10 +97,19 @@ def effective_by_scores(scores: Sequence[Record], train_length: int | None) -> l
         shares = {n: values[start] / value for n, value in values.items() if n >= start}
         name = "perplexity" if len(texts) == 1 else f"perplexity on {text}"
         effective.append(Effective(name, effective_length(shares, 1 / RISE), max(values)))
-    if passkeys := _by_length(scores, "passkey"):
-        length = effective_length(passkeys, RETRIEVED)
-        effective.append(Effective("passkeys", length, max(passkeys)))
+    if passkeys := [score for score in scores if score["metric"] == "passkey"]:
+        effective.append(_effective_by_passkeys(passkeys))
     return effective
+
+
+def _effective_by_passkeys(scores: Sequence[Record]) -> Effective:
+    """A length fails if even the upper end of its interval is below the threshold."""
+    bounds = {score["length"]: score.get("high", score["value"]) for score in scores}
+    length = effective_length(bounds, RETRIEVED)
+    shown = next((score for score in scores if score["length"] == length), scores[0])
+    keys = shown.get("n")
+    counted = f"{round(shown['value'] * keys)} of {keys} at {shown['length']:,}" if keys else ""
+    return Effective("passkeys", length, max(bounds), counted)
 
 
 def _overall(scores: Iterable[Record]) -> list[Record]:
@@ -125,23 +137,37 @@ def _by_length(scores: Sequence[Record], metric: str, task: str | None = None) -
 
 
 def _cost(scores: Sequence[Record], base: Sequence[Record], train_length: int | None) -> str:
-    """The rise of perplexity against the baseline at the longest length within the train length.
+    """The rise of perplexity at the longest length within the train length."""
+    return _largest_rise(scores, base, range(1, (train_length or 0) + 1))
+
+
+def _gain(
+    scores: Sequence[Record],
+    base: Sequence[Record],
+    train_length: int | None,
+    target: int | None,
+) -> str:
+    """The change of perplexity at the longest length up to the target, if beyond training."""
+    return _largest_rise(scores, base, range((train_length or 0) + 1, (target or 0) + 1))
+
+
+def _largest_rise(scores: Sequence[Record], base: Sequence[Record], lengths: range) -> str:
+    """The change of perplexity against the baseline at the longest of these lengths.
 
     Of several texts, that of the text with the largest rise.
     """
-    texts, costs = _texts(scores), []
+    texts, changes = _texts(scores), []
     for text in texts:
         after, before = _by_length(scores, "ppl", text), _by_length(base, "ppl", text)
-        inside = [n for n in after if n in before and train_length and n <= train_length]
-        if inside:
-            length = max(inside)
+        if shared := [n for n in after if n in before and n in lengths]:
+            length = max(shared)
             rise = after[length] / before[length] - 1
             values = f"{format_number(before[length])} → {format_number(after[length])}"
             on = f" on {text}" if len(texts) > 1 else ""
-            costs.append((rise, f"perplexity{on} at {length:,} ({values})"))
-    if not costs:
+            changes.append((rise, f"perplexity{on} at {length:,} ({values})"))
+    if not changes:
         return ""
-    rise, where = max(costs)
+    rise, where = max(changes)
     return f"{_signed_percent(rise)} {where}"
 
 
@@ -159,10 +185,16 @@ def _collect_extend(name: str, record: Record, models: dict[str, ModelSummary]) 
     summary.train_length, summary.claimed = length, settings.get("to")
     at_train_length = f"loss@{length}"
     if not summary.cost and at_train_length in after:
-        change = after[at_train_length] - before[at_train_length]
-        summary.cost = f"{change:+.3f} nats at {length:,}".replace("-", "−")
+        summary.cost = _loss_change(before, after, length)
+    if not summary.gain and f"loss@{settings.get('to')}" in after:
+        summary.gain = _loss_change(before, after, settings["to"])
     if not summary.effective:
         summary.effective += _effective_by_extend(before, after, length)
+
+
+def _loss_change(before: Record, after: Record, length: int) -> str:
+    change = after[f"loss@{length}"] - before[f"loss@{length}"]
+    return f"{change:+.3f} nats at {length:,}".replace("-", "−")
 
 
 def _effective_by_extend(before: Record, after: Record, train_length: int) -> Iterator[Effective]:
@@ -197,7 +229,8 @@ def summary_cards(runs: Sequence[tuple[str, Record]]) -> str:
     rule = (
         "Effective: the longest measured length up to which perplexity stays within "
         f"{RISE - 1:.0%} of its value at the train length and {RETRIEVED:.0%} of passkeys are "
-        "retrieved, or the effective length that an evaluation such as RULER reports."
+        "retrieved (up to the upper end of the 95% interval, since keys can be few), or the "
+        "effective length that an evaluation such as RULER reports."
     )
     return f'<div class="cards">{"".join(cards)}</div><p class="rule">{rule}</p>'
 
@@ -208,11 +241,18 @@ def _card(summary: ModelSummary) -> str:
     shortest = min(summary.effective, key=lambda effective: effective.length, default=None)
     facts = [("claimed length", f"{summary.claimed:,}" if summary.claimed else "unknown", "")]
     if shortest is not None:
-        by = " · ".join(f"{each.measure} {each}" for each in summary.effective)
+        by = " · ".join(
+            f"{each.measure} {each}" + f" ({each.counted})" * bool(each.counted)
+            for each in summary.effective
+        )
         facts.append(("effective length", str(shortest), by))
     else:
         facts.append(("effective length", "–", "not measured; farspan eval measures it"))
-    lines = [("short-range cost", summary.cost), ("diagnosis", summary.knee)]
+    lines = [
+        ("short-range cost", summary.cost),
+        ("gain at the target", summary.gain),
+        ("diagnosis", summary.knee),
+    ]
     escape = html.escape
     return (
         f'<article class="card"><h3>{escape(summary.name)}</h3><p>{escape(about)}</p>'

@@ -17,6 +17,7 @@ from farspan.evals.pairs import (
     average_difference,
     paired_differences,
 )
+from farspan.evals.results import without_repeated_means
 from farspan.files import write_text
 from farspan.report.comparison import ComparedScore, long_rows, markdown_table, table_rows
 from farspan.report.page import Run, scores_by_model
@@ -88,7 +89,7 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
         for name, group in sorted(
             scores_by_model(runs).items(), key=lambda item: item[0] != reference
         )
-        for score in group
+        for score in without_repeated_means(group)
         if not score["tags"].get("detail")
     )
     result = CompareResult(reference, scores, tuple(_notes(reference, scores)), out)
