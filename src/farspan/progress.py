@@ -129,12 +129,16 @@ class _Display:
 
     def bar(self, label: str, steps: int) -> Callable[..., None]:
         progress = self.progress
+        self._finish_unknown()
         task = progress.add_task(label, total=steps or None, note="")
         last_line = time.monotonic()
 
         def advance(count: float = 1, note: str = "") -> None:
             nonlocal last_line
             progress.update(task, advance=count, note=note)
+            bar = progress.tasks[task]
+            if bar.total is not None and bar.completed > bar.total:  # it was taken for finished
+                progress.update(task, total=bar.completed)
             self.refresh()
             if self.logs and note and time.monotonic() - last_line > LOG_INTERVAL:
                 last_line = time.monotonic()
@@ -142,6 +146,12 @@ class _Display:
                 self.say(f"{label} {done:.0f}/{steps or '?'}  {note}")
 
         return advance
+
+    def _finish_unknown(self) -> None:
+        """Bars of unknown length end, at the latest, when the next one begins."""
+        for task in self.progress.tasks:
+            if task.total is None and task.completed:
+                self.progress.update(task.id, total=task.completed)
 
     def say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
