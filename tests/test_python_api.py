@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import inspect
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rich.progress
 import torch
 from matplotlib.figure import Figure
 
@@ -25,6 +28,7 @@ from farspan.errors import FarspanError
 from farspan.evals.agreement import Agreement
 from farspan.evals.results import EvalResult
 from farspan.evals.scores import Score
+from farspan.formats.fold import LogitProof
 from farspan.lab.distance import AttentionComparison
 from farspan.lab.theorems import PositionAnalysis
 from farspan.lengths import parse_length, parse_lengths
@@ -32,7 +36,8 @@ from farspan.loading import LoadedModel
 from farspan.methods import presets
 from farspan.model_objects import ModelObject
 from farspan.progress import Stage, bars, shows_progress, with_total
-from farspan.summaries import Plotted, Summarized, plain, shorten
+from farspan.report.comparison import ComparedScore
+from farspan.summaries import Plotted, ResultList, Summarized, plain, shorten
 from farspan.workflows.check import CheckResult
 from farspan.workflows.compare import CompareResult
 from farspan.workflows.export import ExportResult
@@ -108,6 +113,7 @@ def results(model) -> list[Summarized]:
         ExportResult(Path("out"), "stock", 1000, {}),
         CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, False),
         CompareResult("a", (), (), Path("compare.md")),
+        PretrainEstimate(100, 10**9, 6e14, 0.5, 0.25, None, 4.4e10),
         PretrainResult(Path("run"), 100, 3.2, False),
         LabResult([], [], [], (0, 1), {}, Path("lab")),
         FinetuneResult({"2": [1, 2]}, {"3": [0, 2]}, 0.1, Path("tuned")),
@@ -138,7 +144,44 @@ def test_every_class_of_results_is_among_the_tested(results):
     in_farspan = {each for each in below(Summarized) if each.__module__.startswith("farspan")}
     abstract = {Plotted, *(each for each in in_farspan if each.__name__ == "ResultList")}
     tested = {type(result) for result in results}
-    assert in_farspan - abstract - tested == {StudyResults, PretrainEstimate, LabEstimate}
+    assert in_farspan - abstract - tested == {StudyResults, LabEstimate}
+
+
+def test_results_say_what_they_hold():
+    agreement = Agreement("equal", None, 0.0, 0.1)
+    checked = CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, True)
+    assert checked.facts()["verdict"] == checked.sentence
+    assert " ".join(repr(checked).split()).endswith(checked.sentence), "wrapped, not cut"
+    scores = (
+        ComparedScore("a", "needle", "vt", "recall", 4096, 0.5, 0.4, 0.6, 10),
+        ComparedScore("b", "needle", "vt", "recall", 4096, 0.75, 0.7, 0.8, 10),
+    )
+    compared = repr(CompareResult("a", scores, (), Path("compare.md")))
+    assert "needle vt recall @4,096: a 0.50, b 0.75" in compared
+    proof = LogitProof(128, 1e-6, 0.0, 1.0, 1e-5)
+    exported = repr(ExportResult(Path("out"), "stock", 23_700_000, {"inside": proof}))
+    assert "stock, 23.7 MB" in exported
+    assert (
+        "128 tokens, logits within 1e-06 (allowed 1e-05), same likeliest token at 100" in exported
+    )
+    estimate = repr(PretrainEstimate(100, 10**9, 6e14, 0.5, 0.25, None, 4.4e10))
+    assert "at least 3.8 hours at 0.044 TFLOP/s" in estimate
+    assert "tokens: 1,000,000,000" in estimate
+
+
+def test_a_table_has_the_whole_verdict_of_a_result_within_a_result():
+    verdict = "fails beyond 64 tokens " * 8
+    inner = replace(make_diagnosis(), verdict=verdict.strip())
+    page = Summarized._repr_html_(ResultList([inner]))
+    assert verdict.strip() in page
+
+
+@pytest.mark.parametrize(("package", "parameter"), [("lab", "recipe"), ("report", "folders")])
+def test_help_of_a_package_shows_its_function(package, parameter):
+    module = getattr(farspan, package)
+    assert next(iter(inspect.signature(module).parameters)) == parameter
+    assert f"farspan.{package}({parameter}: " in module.__doc__
+    assert "Write" in module.__doc__ or "write results" in module.__doc__
 
 
 @pytest.mark.long
@@ -342,6 +385,18 @@ def test_the_total_says_what_is_left_and_jumps_over_saved_work(monkeypatch):
     assert notes[-1] == "about 0 seconds left"
     progress("not a stage", 1)()
     assert sum(counts) == pytest.approx(100)
+
+
+def test_a_bar_of_unknown_length_ends_when_the_next_begins():
+    display = progress_module._Display(rich.progress.Progress(disable=True))
+    search = display.bar("uniform", 0)
+    search(3)
+    task = display.progress.tasks[0]
+    assert task.total is None
+    display.bar("measure after", 2)
+    assert (task.total, task.finished) == (3, True)
+    search()
+    assert (task.completed, task.total) == (4, 4), "it went on after all"
 
 
 def test_bars_can_be_opened_by_hand(capsys):

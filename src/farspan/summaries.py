@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import textwrap
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
@@ -35,8 +36,9 @@ class Summarized:
         if len(shown) > MAX_LINES:
             rest = len(shown) - MAX_LINES + 1
             shown = [*shown[: MAX_LINES - 1], f"and {rest} more: see to_dict()"]
-        lines = [type(self).__name__, *(f"  {line}" for line in shown)]
-        return "\n".join(_cut(line, MAX_WIDTH) for line in lines)
+        wrapped = [line for fact in shown for line in _wrap(fact)]
+        lines = wrapped if len(wrapped) <= MAX_LINES else [f"  {fact}" for fact in shown]
+        return "\n".join(_cut(line, MAX_WIDTH) for line in (type(self).__name__, *lines))
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -104,7 +106,8 @@ def shorten(value: Any) -> str:
     if value is None or (isinstance(value, str | tuple) and not value):
         return ""
     if isinstance(value, Summarized):
-        return " ".join(repr(value).split())
+        facts = "; ".join(f"{name}: {text}" for name, text in value.facts().items() if text)
+        return f"{type(value).__name__} {facts}".strip()
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
@@ -131,6 +134,13 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # an array, a tensor, a number of either
         return value.tolist()
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _wrap(fact: str) -> list[str]:
+    """A fact in lines of the width of a repr."""
+    return textwrap.wrap(
+        fact, MAX_WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def _cut(line: str, width: int) -> str:

@@ -98,6 +98,9 @@ class CheckResult(Summarized):
             "supports"
         )
 
+    def facts(self) -> dict[str, str]:
+        return {"model": self.model, "engine": self.engine, "verdict": self.sentence}
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "holds": self.holds, "sentence": self.sentence}
 

@@ -19,7 +19,14 @@ from farspan.evals.pairs import (
 )
 from farspan.evals.results import without_repeated_means
 from farspan.files import write_text
-from farspan.report.comparison import ComparedScore, long_rows, markdown_table, table_rows
+from farspan.record import format_number
+from farspan.report.comparison import (
+    ComparedScore,
+    group_label,
+    long_rows,
+    markdown_table,
+    table_rows,
+)
 from farspan.report.page import Run, scores_by_model
 from farspan.summaries import Summarized
 from farspan.workflows.report import name_by_model, read_runs
@@ -36,6 +43,16 @@ class CompareResult(Summarized):
     scores: tuple[ComparedScore, ...]
     notes: tuple[str, ...]
     file: Path
+
+    def facts(self) -> dict[str, str]:
+        """The values of all runs at each length, by measure."""
+        values: dict[str, list[str]] = {}
+        for score in self.scores:
+            measure = f"{group_label(score.group)} @{score.length:,}"
+            values.setdefault(measure, []).append(f"{score.run} {format_number(score.value)}")
+        table = {"table": str(self.file), "reference": self.reference}
+        shown = {measure: ", ".join(runs) for measure, runs in values.items()}
+        return {**table, **shown, "notes": "; ".join(self.notes)}
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -47,6 +47,18 @@ class ExportResult(Summarized):
     bytes: int
     proofs: dict[str, LogitProof]
 
+    def facts(self) -> dict[str, str]:
+        return {
+            "folder": str(self.folder),
+            "format": f"{self.format}, {self.bytes / 1e6:,.1f} MB",
+            **{
+                f"proof {region}": f"{proof.tokens:,} tokens, logits within "
+                f"{proof.max_abs_logit:.2g} (allowed {proof.tolerance:.2g}), "
+                f"same likeliest token at {proof.same_argmax:.1%}"
+                for region, proof in self.proofs.items()
+            },
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {
             "folder": str(self.folder),

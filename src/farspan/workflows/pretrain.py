@@ -18,7 +18,7 @@ from farspan.errors import FarspanError, install_hint
 from farspan.files import new_folder, read_json, write_manifest
 from farspan.loading import resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.progress import Progress, automatic, shows_progress
+from farspan.progress import Progress, automatic, format_duration, shows_progress
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
@@ -66,6 +66,17 @@ class PretrainEstimate(Summarized):
     def seconds(self) -> float:
         """A lower bound: the time of the matrix products."""
         return self.flops / self.rate
+
+    def facts(self) -> dict[str, str]:
+        size = self.files_mb
+        return {
+            "parameters": f"{self.parameters:,}",
+            "tokens": f"{self.tokens:,}",
+            "time": f"at least {format_duration(self.seconds)} at {self.rate / 1e12:.3g} TFLOP/s",
+            "memory": f"{self.weights_gib:.1f} GiB for weights, gradients and optimizer; about "
+            f"{self.activations_gib:.1f} GiB for activations",
+            "text": "not found" if size is None else f"{size:,.0f} MB of files",
+        }
 
 
 def estimate(recipe: PretrainConfig) -> PretrainEstimate:
