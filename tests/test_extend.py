@@ -211,6 +211,7 @@ def test_accepts_one_text_per_split(tiny, tmp_path):
             "yarn changes rotation, and .* has no rotary layer .*; use uniform, headscale",
         ),
         ({"method": "headscale+uniform"}, "scales attention twice or too early"),
+        ({"method": "yarn+yarn"}, r"yarn\+yarn has yarn 2 times, .*; write yarn once"),
         ({"method": "uniform+yarn"}, "scales attention twice or too early"),
         ({"method": "auto+headscale"}, "combines auto with other methods"),
         (

@@ -154,11 +154,17 @@ def parse_methods(method: str) -> list[str]:
 def check_combination(method: str) -> None:
     """Refuse known methods that cannot follow each other."""
     names = method.split("+")
+    fitted_once = [name for name in names if name in SCALE_METHODS or name in ROPE_METHODS]
+    if repeated := [name for name in fitted_once if fitted_once.count(name) > 1]:
+        raise FarspanError(
+            f"{method} has {repeated[0]} {len(repeated)} times, and only the last would take "
+            f"effect; write {repeated[0]} once"
+        )
     rotary = [name for name in names if name in ROPE_METHODS]
     if len(rotary) > 1:
         raise FarspanError(
             f"{method} sets rotation {len(rotary)} times, and only {rotary[-1]} would take effect; "
-            f"choose one of {', '.join(dict.fromkeys(rotary))}"
+            f"choose one of {', '.join(rotary)}"
         )
     if "swan" in names and rotary:
         raise FarspanError(
