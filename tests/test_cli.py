@@ -43,6 +43,7 @@ from farspan.lab.distance import MINIMA, Distance
 from farspan.lab.tasks import TASKS
 from farspan.methods.presets import PRESETS as EXTEND_PRESETS
 from farspan.methods.registry import METHODS
+from farspan.model.positions import MODEL_WIDE, PER_LAYER
 from farspan.progress import bars
 from farspan.workflows.evaluate import EvalResult
 from farspan.workflows.export import DTYPES
@@ -216,6 +217,7 @@ def test_completion_knows_every_name():
     assert set(choices.SUITES) == set(SUITES)
     assert set(choices.FORMATS) == set(FORMATS)
     assert set(choices.DTYPES) == set(DTYPES)
+    assert set(choices.POSITIONS) == {*PER_LAYER, *MODEL_WIDE}
     assert set(choices.BUNDLED) == {path.name for path in BUNDLED_MODELS.iterdir()}
 
 
@@ -226,18 +228,39 @@ def test_completion_completes_names_and_folders(tmp_path, monkeypatch):
     assert choices.complete_model("no") == ["nope-twin", "nope-1k"]
     assert choices.complete_model(f"{tmp_path}/nope") == [f"{tmp_path}/nope-1k"]
     assert choices.complete_method("yarn+heads") == ["yarn+headscale"]
+    after_yarn = choices.complete_method("yarn+")
+    assert {"yarn+uniform", "yarn+headlog", "yarn+continue"} <= set(after_yarn)
+    assert not {"yarn+yarn", "yarn+pi", "yarn+swan", "yarn+auto"} & set(after_yarn)
     assert choices.complete(choices.SUITES)("pa") == ["paper", "passkey"]
+
+
+def test_completion_knows_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swan-mine.toml").touch()
+    assert choices.complete_recipe("pretrain")("twin") == ["twin-nope", "twin-rope"]
+    assert choices.complete_recipe("study")("swan") == ["swan", "swan-mine.toml"]
+    assert choices.complete_recipe("lab")("lab-g") == ["lab-grid"]
+    by_name = dict(commands())
+    for name in ("pretrain", "reproduce", "lab run"):
+        (recipe,) = (each for each in by_name[name].params if each.name in ("recipe", "study"))
+        assert recipe._custom_shell_complete is not None, name
+
+
+def test_help_lists_position_encodings():
+    assert set(choices.POSITIONS) <= set(re.findall(r"[\w-]+", help_text("eval")))
 
 
 def test_the_help_of_every_command_has_examples_that_parse():
     by_name = dict(commands())
-    assert set(choices.EXAMPLES) == {name for name in by_name if not name.startswith("lab")}
+    assert set(choices.EXAMPLES) == set(by_name)
     for name, examples in choices.EXAMPLES.items():
         text = help_text(name)
         for example in examples:
             assert example in text
-            program, command, *arguments = shlex.split(example)
-            assert (program, command) == ("farspan", name)
+            words = name.split()
+            program, *arguments = shlex.split(example)
+            assert (program, arguments[: len(words)]) == ("farspan", words)
+            arguments = arguments[len(words) :]
             by_name[name].make_context(name, arguments)
 
 

@@ -20,6 +20,11 @@ SUITES = (
 )
 FORMATS = ("live", "folded", "stock", "peft", "gguf")
 DTYPES = ("float32", "bfloat16", "float16")
+POSITIONS = (
+    *("none", "rope", "alibi", "t5", "kerple", "fire", "cope"),
+    *("learned", "sinusoidal", "randomized"),
+)
+RECIPES = Path(__file__).parent.parent / "assets" / "recipes"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "inspect": ("farspan inspect nope-twin", "farspan inspect path/to/config --json"),
@@ -45,6 +50,20 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "compare": ("farspan compare results-a results-b -o compare.md",),
     "report": ("farspan report diagnosis nope-1k results -o report.html",),
     "demo": ("farspan demo",),
+    "lab run": (
+        "farspan lab run lab-tiny",
+        "farspan lab run lab-grid train.steps=500 -o runs/grid --dry-run",
+    ),
+    "lab dump": (
+        "farspan lab dump copy --lengths 2:6 --n 3",
+        "farspan lab dump addition --scratchpad full",
+    ),
+    "lab finetune": ("farspan lab finetune nope-twin copy steps=100 -o copy-twin",),
+    "lab distance": (
+        "farspan lab distance nope-twin rope-twin",
+        "farspan lab distance nope-twin rope-twin --length 256 --windows 2 -o distance",
+    ),
+    "lab theorems": ("farspan lab theorems", "farspan lab theorems nope-twin --length 256"),
 }
 
 
@@ -63,14 +82,41 @@ def complete(choices: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def complete_method(incomplete: str) -> list[str]:
-    """The last of several methods that are joined with +."""
+    """The last of several methods that are joined with +, if it can follow those before."""
     before, plus, last = incomplete.rpartition("+")
-    return [f"{before}{plus}{method}" for method in complete(METHODS)(last)]
+    joined = [f"{before}{plus}{method}" for method in complete(METHODS)(last)]
+    return [method for method in joined if _can_be_joined(method)] if plus else joined
+
+
+def _can_be_joined(method: str) -> bool:
+    from farspan.errors import FarspanError
+    from farspan.methods.registry import parse_methods  # imports torch: only after a +
+
+    try:
+        parse_methods(method)
+    except FarspanError:
+        return False
+    return True
+
+
+def complete_recipe(kind: str) -> Callable[[str], list[str]]:
+    """A function that completes a recipe that comes with farspan, or a .toml file."""
+
+    def completed(incomplete: str) -> list[str]:
+        bundled = sorted(path.stem for path in (RECIPES / kind).glob("*.toml"))
+        return [*complete(bundled)(incomplete), *_paths(incomplete, (".toml",))]
+
+    return completed
 
 
 def complete_model(incomplete: str) -> list[str]:
     """A bundled model, folder or .gguf file."""
+    return [*complete(BUNDLED)(incomplete), *_paths(incomplete, (".gguf",))]
+
+
+def _paths(incomplete: str, suffixes: Sequence[str]) -> list[str]:
+    """Folders, and files with one of the suffixes."""
     folder, _, name = incomplete.rpartition("/")
     beside = Path(folder or "/") if "/" in incomplete else Path()
-    paths = [path for path in beside.glob(f"{name}*") if path.is_dir() or path.suffix == ".gguf"]
-    return [*complete(BUNDLED)(incomplete), *sorted(map(str, paths))]
+    paths = [path for path in beside.glob(f"{name}*") if path.is_dir() or path.suffix in suffixes]
+    return sorted(map(str, paths))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from farspan.cli.choices import complete_recipe, epilog
 from farspan.cli.console import (
     console,
     format_count,
@@ -109,10 +110,11 @@ Legacy = Annotated[
 app = typer.Typer(
     help="Length generalization by position encoding: small models, trained on synthetic tasks.",
     no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 
 
-@app.command("run", cls=Command)
+@app.command("run", cls=Command, epilog=epilog("lab run"))
 def run_command(
     recipe: Annotated[
         str,
@@ -120,6 +122,7 @@ def run_command(
             metavar="RECIPE",
             help="lab-tiny, lab-quick, lab-grid, lab-attention, lab-hard, lab-scale, "
             "lab-scratchpad, lab-encodings, lab-paper, or a .toml file.",
+            autocompletion=complete_recipe("lab"),
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("train.steps=500")] = None,
@@ -160,7 +163,7 @@ def run_command(
     show_study(result, folder, as_json)
 
 
-@app.command("dump", cls=Command)
+@app.command("dump", cls=Command, epilog=epilog("lab dump"))
 def dump_command(
     task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
     n: Annotated[int, typer.Option("--n", metavar="N", help="Number of distinct examples.")] = 10,
@@ -176,7 +179,7 @@ def dump_command(
         typer.echo(line)
 
 
-@app.command("finetune", cls=Command)
+@app.command("finetune", cls=Command, epilog=epilog("lab finetune"))
 def finetune_command(
     model: Model,
     task: Annotated[str, typer.Argument(metavar="TASK", help=TASKS_HELP)],
@@ -215,7 +218,7 @@ def finetune_command(
     show_finetune(result, as_json)
 
 
-@app.command("distance", cls=Command)
+@app.command("distance", cls=Command, epilog=epilog("lab distance"))
 def distance_command(
     models: Models,
     data: TextOrNone = None,
@@ -278,7 +281,7 @@ def distance_command(
         print_saved("record and figures", out)
 
 
-@app.command("theorems", cls=Command)
+@app.command("theorems", cls=Command, epilog=epilog("lab theorems"))
 def theorems_command(
     models: Annotated[
         list[str] | None,

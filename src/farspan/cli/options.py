@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from farspan.cli.choices import complete_model
+from farspan.cli.choices import POSITIONS, complete, complete_model
 from farspan.cli.console import note
 from farspan.deprecation import REMOVED_IN
 from farspan.errors import FarspanError
@@ -96,8 +96,10 @@ Position = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Position encoding of a llama checkpoint, e.g. none if it was trained without one.",
+        help="Position encoding of a llama checkpoint, if it was trained with another than its "
+        f"config says: {', '.join(POSITIONS[:-1])} or {POSITIONS[-1]}.",
         show_default="from the config",
+        autocompletion=complete(POSITIONS),
         rich_help_panel=LOADING,
     ),
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from farspan.cli.choices import complete_recipe
 from farspan.cli.console import (
     console,
     format_count,
@@ -35,6 +36,7 @@ def pretrain_command(
             help="twin-nope, twin-rope, small-nope, small-nope-nopk, small-rope, small-alibi, "
             "small-learned, small-sinusoidal, small-t5, small-swan, small-hybrid, drope-small, "
             "paper-nope, paper-rope, or a .toml file.",
+            autocompletion=complete_recipe("pretrain"),
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("train.steps=100")] = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from farspan.cli.choices import complete_recipe
 from farspan.cli.console import note, print_saved, print_text
 from farspan.cli.options import Device, ReportOnly, out_option, overrides_argument
 from farspan.signals import stoppable
@@ -18,6 +19,7 @@ def reproduce_command(
         typer.Argument(
             metavar="STUDY",
             help="extend-small, extend-hybrids, best-scales, swan, or a .toml file.",
+            autocompletion=complete_recipe("study"),
         ),
     ],
     overrides: Annotated[list[str] | None, overrides_argument("folder=path/to/data")] = None,
