@@ -28,8 +28,10 @@ from farspan.methods.registry import (
     recommended_method,
 )
 from farspan.methods.uniform import COARSE, STEP
+from farspan.report import style
 from farspan.workflows import eval_estimate, extend_estimate
 from farspan.workflows.eval_estimate import EvalClock, pace_and_overhead
+from farspan.workflows.evaluate import evaluate
 from farspan.workflows.extend import extend
 from farspan.workflows.extend_estimate import Speed, extension_stages
 from farspan.workflows.timing import ForwardSpeed, measured_length
@@ -176,6 +178,31 @@ def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):
     clock = EvalClock(model, cells)
     now[0] = 16.0
     assert clock.left_after("a") == ", about 2 seconds left"
+
+
+def test_the_clock_of_eval_counts_the_baseline_too(monkeypatch):
+    cells = {name: EvalCell("perplexity", "text", 512, {"count": 4}) for name in "ab"}
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    tiny_model = BY_NAME["farspan-none"].build()
+    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
+    now = [0.0]
+    monkeypatch.setattr(eval_estimate.time, "monotonic", lambda: now[0])
+    clock = EvalClock(model, {"a": cells["a"]}, every_cell=cells)
+    text = "1 of 2 cells to measure, about 4 seconds, with the baseline at most 12 seconds"
+    assert clock.sentence(2) == f"{text} (preset full)"
+    now[0] = 8.0
+    assert clock.left_after("a") == ", about 16 seconds left"
+
+
+@pytest.mark.parametrize(("baseline", "both"), [(None, False), ("rope", True)])
+def test_eval_says_the_time_of_both_models(tiny, tmp_path, monkeypatch, baseline, both):  # noqa: F811
+    monkeypatch.setattr(eval_estimate, "SAID_FROM", 0.0)
+    monkeypatch.setattr(style, "save", lambda figure, stem: None)
+    said = []
+    options = {"data": tiny / "text.txt", "lengths": (64,), "windows": 1, "say": said.append}
+    base = baseline and tiny / baseline
+    evaluate(tiny / "none", "perplexity", tmp_path / "out", baseline=base, **options)
+    assert ["with the baseline at most" in text for text in said] == [both, False][: 1 + both]
 
 
 def test_the_clock_of_eval_counts_the_tokens_of_answers(monkeypatch):

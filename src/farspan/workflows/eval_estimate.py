@@ -25,12 +25,22 @@ ANSWERS = {"needle": 24, "nonliteral": 8, "ruler": 96, "longbench": 64}  # token
 class EvalClock:
     """The expected time of the missing cells of one model, and what is left of it.
 
+    every_cell: those of a baseline that is measured next, as if it were as fast and had none yet.
+
     The time of a served model, and of cells without a count of texts, is unknown.
     """
 
-    def __init__(self, model: EvalModel, missing: Mapping[str, EvalCell], preset: str = "full"):
+    def __init__(
+        self,
+        model: EvalModel,
+        missing: Mapping[str, EvalCell],
+        preset: str = "full",
+        every_cell: Mapping[str, EvalCell] | None = None,
+    ):
         self.preset = preset
-        self.seconds = _cell_seconds(model, missing)
+        seconds = _cell_seconds(model, {**missing, **(every_cell or {})})
+        self.seconds = {key: seconds[key] for key in missing if key in seconds}
+        self.of_baseline = [seconds[key] for key in every_cell or () if key in seconds]
         self.unknown = len(missing) - len(self.seconds)
         self.measured: list[tuple[float, float]] = []  # of finished cells: expected and real
         local = None if isinstance(model.model, Engine) else model.model
@@ -51,6 +61,9 @@ class EvalClock:
         if not self.seconds:
             return f"{count}, of unknown time"
         duration = f"about {format_duration(self.left)}"
+        if self.of_baseline:
+            both = format_duration(self.left + sum(self.of_baseline))
+            duration += f", with the baseline at most {both}"
         more = f" and {self.unknown} more" if self.unknown else ""
         return f"{count}, {duration}{more} (preset {self.preset})"
 
@@ -63,7 +76,8 @@ class EvalClock:
         if not self.measured or self.unknown:
             return ""
         pace, overhead = pace_and_overhead(self.measured, self.per_cell)
-        left = pace * self.left + overhead * len(self.seconds)
+        cells = len(self.seconds) + len(self.of_baseline)
+        left = pace * (self.left + sum(self.of_baseline)) + overhead * cells
         return f", about {format_duration(left)}{LEFT}"
 
 

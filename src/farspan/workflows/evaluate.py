@@ -119,6 +119,7 @@ def evaluate(
     if baseline is not None and not is_url(baseline):  # refused before the model is measured
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
     run = run.with_evaluator(baseline or model, trust_remote_code)
+    run = replace(run, has_baseline=baseline is not None)
     measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
     if baseline is not None:
         options["position"] = baseline_position
@@ -182,6 +183,7 @@ class _EvalRun:
     say: Callable[[str], None]
     bos: str
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL
+    has_baseline: bool = False
 
     @classmethod
     def prepare(
@@ -240,7 +242,8 @@ class _EvalRun:
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
         if isinstance(model.model, Engine):
             model.model.answers = Cells(self.out / "answers", say=self.say)
-        samples = _run_cells(model, evaluations, cells, self)
+        follows = self.has_baseline and compared is None
+        samples = _run_cells(model, evaluations, cells, self, follows)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
         for evaluation, group in zip(evaluations, samples, strict=True):
             if isinstance(evaluation, NonLiteral):
@@ -392,6 +395,7 @@ def _run_cells(
     evaluations: Sequence[Eval],
     cells: Cells,
     run: _EvalRun,
+    baseline_follows: bool,
 ) -> list[list[Sample]]:
     """The samples of each evaluation: first the cells that no process has claimed, length by
     length, then those that others compute."""
@@ -402,7 +406,8 @@ def _run_cells(
     ]
     every_cell = {key: item for items in by_evaluation for key, item in items.items()}
     missing = {key: cell for key, (_, cell) in every_cell.items() if cells.get(key) is None}
-    clock = EvalClock(model, missing, run.config.preset)
+    every = {key: cell for key, (_, cell) in every_cell.items()}
+    clock = EvalClock(model, missing, run.config.preset, every if baseline_follows else None)
     if clock.worth_saying:
         run.say(f"{model.name}: {clock.sentence(len(every_cell))}")
     advance, counted = run.progress(model.name, len(every_cell)), set()
