@@ -55,6 +55,17 @@ def on_page_markdown(markdown, page, **_):
     return re.sub(r"(\d) ± (\d)", "\\1\u00a0±\u00a0\\2", markdown)
 
 
+def on_page_content(html, page, **_):
+    """Tables and code that scroll can be reached by the keyboard.
+
+    Those of the results have answers of some lines, which a phone shows as a list.
+    """
+    kind = "scrolled answers" if page.file.src_uri == "results.md" else "scrolled"
+    begin = f'<div class="{kind}" role="region" aria-label="table" tabindex="0">'
+    html = re.sub(r"<table>.*?</table>", rf"{begin}\g<0></div>", html, flags=re.DOTALL)
+    return re.sub(r"(<pre>(?:<span></span>)?<code)>", r'\1 tabindex="0">', html)
+
+
 def on_post_build(config):
     import jupytext
 

@@ -158,6 +158,21 @@ def test_a_number_and_its_bound_stay_on_one_line_of_the_site(hooks):
     assert hooks.on_page_markdown("+0.1 ± 0.2 nats", page) == "+0.1\u00a0±\u00a00.2 nats"
 
 
+def test_tables_and_code_of_the_site_are_reached_by_the_keyboard(hooks):
+    html = "<table>\n<tr></tr></table><p></p><pre><span></span><code>x</code></pre><code>y</code>"
+    pages = [
+        SimpleNamespace(file=SimpleNamespace(src_uri=name)) for name in ("eval.md", "results.md")
+    ]
+    plain, results = (hooks.on_page_content(html, page) for page in pages)
+    assert plain.startswith(
+        '<div class="scrolled" role="region" aria-label="table" tabindex="0"><table>'
+    )
+    assert "</table></div><p>" in plain
+    assert '<pre><span></span><code tabindex="0">x' in plain
+    assert plain.endswith("<code>y</code>")
+    assert results.startswith('<div class="scrolled answers"')
+
+
 @pytest.fixture(scope="module")
 def notebook(hooks):
     """The tutorial as the notebook of the site."""
