@@ -71,7 +71,7 @@ def stored_scores(scores: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def without_repeated_means(
-    scores: Sequence[T], get: Callable[[T, str], Any] = operator.getitem
+    scores: Sequence[T], get: Callable[[Any, str], Any] = operator.getitem
 ) -> list[T]:
     """The scores to show: where no length is beyond the context, both means of passkeys are one.
 

@@ -114,7 +114,7 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
     return result
 
 
-def _named(runs: Sequence[Run]) -> Sequence[Run]:
+def _named(runs: list[Run]) -> list[Run]:
     """The runs under the names of their models, where each run has a model of its own."""
     models = [run.record.get("model") for run in runs]
     baselines = {run.record["vs"]["model"] for run in runs if run.record.get("vs")}
