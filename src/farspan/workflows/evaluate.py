@@ -118,8 +118,7 @@ def evaluate(
     baseline_position = None if baseline is None else _position(baseline, model, position)
     if baseline is not None and not is_url(baseline):  # refused before the model is measured
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
-    run = run.with_evaluator(baseline or model, trust_remote_code)
-    run = replace(run, has_baseline=baseline is not None)
+    run = run.with_models(model, baseline, trust_remote_code)
     measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
     if baseline is not None:
         options["position"] = baseline_position
@@ -206,13 +205,16 @@ class _EvalRun:
         _check_suite(out, name)
         return cls(name, suite, config, texts, parsed, out, progress, say, bos)
 
-    def with_evaluator(self, model: str | Path, trust_remote_code: bool) -> _EvalRun:
+    def with_models(
+        self, model: str | Path, baseline: str | Path | None, trust_remote_code: bool
+    ) -> _EvalRun:
         """The run with the model that chooses the key tokens of LongPPL, if that is measured."""
+        run, model = replace(self, has_baseline=baseline is not None), baseline or model
         if self.config.metric != LONGPPL:
-            return self
+            return run
         source = self.config.engine.tokenizer if is_url(model) else model
         train_length = find_train_length(source, trust_remote_code)
-        return replace(self, evaluator=Evaluator(str(model), train_length))
+        return replace(run, evaluator=Evaluator(str(model), train_length))
 
     def measure(
         self, source: str | Path, options: LoadOptions, compared: _Measurement | None = None
