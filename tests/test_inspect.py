@@ -282,9 +282,11 @@ def test_the_next_steps_of_a_model_object_are_calls():
 
 
 def test_a_config_without_rotary_layers_has_no_rotation(tmp_path):
-    hf.LlamaConfig(**SHAPE, rope_theta=5e5).save_pretrained(tmp_path)
-    assert farspan.inspect(tmp_path).rope == "not scaled, base 500,000"
-    assert farspan.inspect(tmp_path, position="none").rope is None
+    """Its config has the parameters of a rotation all the same."""
+    for rotary, described in ((1, "not scaled, base 500,000"), (0, None)):
+        layers = [rotary] * SHAPE["num_hidden_layers"]
+        hf.SmolLM3Config(**SHAPE, rope_theta=5e5, no_rope_layers=layers).save_pretrained(tmp_path)
+        assert farspan.inspect(tmp_path).rope == described
 
 
 def test_layers_without_attention_are_counted():
