@@ -172,8 +172,8 @@ def find_files(data: DataConfig, source: str) -> list[Path]:
     if not (files := matching_files(data, source)):
         raise FarspanError(
             f"{data_folder(data.folder)} has no {data.sources[source].files} for "
-            f"{data.table}sources.{source}; set the folder of the text with {data.table}folder=PATH, "
-            "or FARSPAN_DATA=PATH"
+            f"{data.table}sources.{source}; set the folder of the text with "
+            f"{data.table}folder=PATH, or FARSPAN_DATA=PATH"
         )
     return files
 
