@@ -114,7 +114,8 @@ def _find_fleet_problem(models: list[FarspanForCausalLM], ids: Tensor) -> str | 
     (gradient,) = torch.autograd.grad(logits.square().sum(), fleet.weights)
     if not gradient.isfinite().all():
         return (
-            f"gives gradients that are not finite in texts of {ids.shape[1]:,} tokens; fix the code"
+            f"gives gradients that are not finite in texts of {ids.shape[1]:,} tokens; fix the "
+            "code (later keys have negative distances: clamp them before log or sqrt)"
         )
     if not torch.allclose(single, logits, atol=FLEET_ROUNDING):
         return (
