@@ -58,11 +58,16 @@ def test_a_length_fails_only_if_its_interval_is_below_the_threshold():
         return {**score("passkey", length, hits / 5), "n": 5, "high": high}
 
     (effective,) = effective_by_scores([keys(512, 4, 0.96), keys(1024, 1, 0.62)], None)
-    assert effective == Effective("passkeys", 512, 1024, "4 of 5 at 512")
+    few = "4 of 5 at 512, too few to tell from 85%"
+    assert effective == Effective("passkeys", 512, 1024, few, shown=False)
     (none,) = effective_by_scores([keys(512, 0, 0.43), keys(1024, 4, 0.96)], None)
     assert none == Effective("passkeys", 0, 1024, "0 of 5 at 512")
     record = {"command": "eval", "settings": {}, "scores": [keys(512, 4, 0.96)]}
-    assert "passkeys ≥ 512 (4 of 5 at 512)" in summary_cards([("model", record)])
+    assert f"passkeys ≥ 512 ({few})" in summary_cards([("model", record)])
+    record["settings"] = {"train_length": 512, "context": 512}
+    assert '<div class="bar open"' in summary_cards([("model", record)]), "nothing was shown"
+    record["scores"] = [keys(512, 5, 1.0)]
+    assert '<div class="bar right"' in summary_cards([("model", record)])
 
 
 def test_the_gain_is_that_at_the_target():

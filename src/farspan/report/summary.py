@@ -26,6 +26,7 @@ class Effective:
     length: int
     measured: int  # the longest measured length
     counted: str = ""  # the texts behind it, where they are few
+    shown: bool = True  # false: too few texts to tell whether it holds there
 
     def __str__(self) -> str:
         return f"{'≥ ' * (self.length >= self.measured)}{self.length:,}"
@@ -107,9 +108,11 @@ def _effective_by_passkeys(scores: Sequence[Record]) -> Effective:
     bounds = {score["length"]: score.get("high", score["value"]) for score in scores}
     length = effective_length(bounds, RETRIEVED)
     shown = next((score for score in scores if score["length"] == length), scores[0])
-    keys = shown.get("n")
+    keys, unclear = shown.get("n"), length > 0 and shown["value"] < RETRIEVED
     counted = f"{round(shown['value'] * keys)} of {keys} at {shown['length']:,}" if keys else ""
-    return Effective("passkeys", length, max(bounds), counted)
+    if unclear:
+        counted += f", too few to tell from {RETRIEVED:.0%}"
+    return Effective("passkeys", length, max(bounds), counted, not unclear)
 
 
 def _overall(scores: Iterable[Record]) -> list[Record]:
@@ -271,12 +274,16 @@ def _card(summary: ModelSummary) -> str:
 
 
 def _bar(summary: ModelSummary, shortest: Effective | None) -> str:
-    """The effective length as a part of the claimed one; neutral where no longer one was tried."""
+    """The effective length as a part of the claimed one.
+
+    Neutral where no longer one was tried, or where passkeys are too few to tell.
+    """
     if shortest is None or not summary.claimed:
         return ""
     share = min(1.0, shortest.length / summary.claimed)
     failed = shortest.length < shortest.measured
-    kind = "right" if share == 1 else "wrong" if failed else "open"
+    shown = all(each.shown for each in summary.effective)
+    kind = "wrong" if failed and share < 1 else "right" if share == 1 and shown else "open"
     return f'<div class="bar {kind}" aria-hidden="true"><i style="width: {share:.1%}"></i></div>'
 
 
