@@ -145,6 +145,45 @@ def test_runs_of_different_models_have_their_names(tmp_path):
     assert compare([first, again], tmp_path / "table.md").reference == "a", "one model twice"
 
 
+def recall_changes(result) -> dict[tuple[str, int], tuple[float, int] | None]:
+    """By run and length: the difference in recall, and the pairs behind it."""
+    return {
+        (s.run, s.length): s.difference and (s.difference.value, s.difference.pairs)
+        for s in result.scores
+        if s.metric == "recall"
+    }
+
+
+def single(share: float, *lengths: int) -> list[dict]:
+    return [row for n in lengths or (256,) for row in needles([share] * 10, n, ("single",))]
+
+
+def test_baselines_of_one_name_are_paired_with_their_own_samples(tmp_path):
+    first = results(tmp_path / "a", single(1), baseline=single(1))
+    second = results(tmp_path / "b", single(1), baseline=single(0))
+    assert recall_changes(compare([first, second], tmp_path / "t.md")) == {
+        ("a", 256): None,
+        ("b", 256): (0, 10),
+        ("base", 256): (0, 10),
+        ("base (baseline of b)", 256): (-1, 10),
+    }
+
+
+def test_a_baseline_of_two_runs_keeps_the_lengths_of_both(tmp_path):
+    first = results(tmp_path / "a", single(1, 256, 512), baseline=single(0, 256, 512))
+    second = results(tmp_path / "b", single(1, 512), baseline=single(0, 512))
+    changes = recall_changes(compare([first, second], tmp_path / "t.md"))
+    assert (changes["base", 256], changes["base", 512]) == ((-1, 10), (-1, 10))
+
+
+def test_a_folder_with_the_name_of_a_baseline_is_another_run(tmp_path):
+    first = results(tmp_path / "base", single(1), "base")
+    second = results(tmp_path / "b", single(1), baseline=single(0))
+    changes = recall_changes(compare([first, second], tmp_path / "t.md"))
+    assert changes["b", 256] == (0, 10)
+    assert changes["base (baseline of b)", 256] == (-1, 10)
+
+
 @pytest.mark.parametrize(("name", "largest"), [("needle", 1.0), ("ruler", 100.0)])
 def test_differences_of_shares_end_at_the_largest_one(name, largest):
     own, other = (

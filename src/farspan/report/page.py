@@ -266,7 +266,17 @@ def scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
 
     Runs with the same baseline share one entry for it, unless their scores differ.
     """
+    return _with_baselines(runs)[0]
+
+
+def baseline_names(runs: Sequence[Run]) -> dict[str, str]:
+    """By run: the name that `scores_by_model` gives its baseline."""
+    return _with_baselines(runs)[1]
+
+
+def _with_baselines(runs: Sequence[Run]) -> tuple[dict[str, list[Record]], dict[str, str]]:
     models = {run.name: stored_scores(run.record["scores"]) for run in runs}
+    names: dict[str, str] = {}
     for run in runs:
         if baseline := run.record.get("vs"):
             name, scores = baseline["model"], stored_scores(baseline["scores"])
@@ -275,10 +285,11 @@ def scores_by_model(runs: Sequence[Run]) -> dict[str, list[Record]]:
                 known.get(_score_key(score), score["value"]) != score["value"] for score in scores
             ):
                 name, known = f"{name} (baseline of {run.name})", {}
+            names[run.name] = name
             models.setdefault(name, []).extend(
                 score for score in scores if _score_key(score) not in known
             )
-    return models
+    return models, names
 
 
 def _score_key(score: Record) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from farspan.report.comparison import (
     markdown_table,
     table_rows,
 )
-from farspan.report.page import Run, scores_by_model
+from farspan.report.page import Run, baseline_names, scores_by_model
 from farspan.summaries import Summarized
 from farspan.workflows.report import name_by_model, read_runs
 
@@ -82,9 +82,9 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
                 "`farspan eval`"
             )
     runs = _named(runs)
-    samples = {name: group for run in runs for name, group in _samples(run).items()}
-    baseline = runs[0].record.get("vs") if len(runs) == 1 else None
-    reference = baseline["model"] if baseline else runs[0].name
+    samples, baselines = _samples(runs), baseline_names(runs)
+    single = len(runs) == 1
+    reference = baselines.get(runs[0].name, runs[0].name) if single else runs[0].name
     changes = {
         name: paired_differences(group, samples[reference])
         for name, group in samples.items()
@@ -122,16 +122,32 @@ def _named(runs: list[Run]) -> list[Run]:
     return name_by_model(runs) if distinct else runs
 
 
-def _samples(run: Run) -> dict[str, list[Mapping[str, Any]]]:
-    """By the names in the table: those of the run, and those of its baseline."""
-    named = {run.record.get("model"): run.name, run.name: run.name}
-    if baseline := run.record.get("vs"):
-        named[baseline["model"]] = baseline["model"]
-    groups: dict[str, list[Mapping[str, Any]]] = {name: [] for name in named.values()}
-    for sample in run.samples:
-        if sample["model"] in named:
-            groups[named[sample["model"]]].append(sample)
-    return groups
+def _samples(runs: Sequence[Run]) -> dict[str, list[Mapping[str, Any]]]:
+    """By the names in the table; of what several runs measured with one baseline, the first."""
+    names = baseline_names(runs)
+    samples: dict[str, dict[GroupKey, list[Mapping[str, Any]]]] = {run.name: {} for run in runs}
+    parts = [(run.name, _own_samples(run)) for run in runs]
+    parts += [(names[run.name], _baseline_samples(run)) for run in runs if run.name in names]
+    for name, part in parts:
+        groups: dict[GroupKey, list[Mapping[str, Any]]] = {}
+        for sample in part:
+            key = (sample["eval"], sample["task"], sample["length"])
+            groups.setdefault(key, []).append(sample)
+        samples[name] = groups | samples.get(name, {})
+    return {
+        name: [sample for group in groups.values() for sample in group]
+        for name, groups in samples.items()
+    }
+
+
+def _own_samples(run: Run) -> list[Mapping[str, Any]]:
+    baseline = (run.record.get("vs") or {}).get("model")
+    names = {run.record.get("model"), run.name} - {baseline}
+    return [sample for sample in run.samples if sample["model"] in names]
+
+
+def _baseline_samples(run: Run) -> list[Mapping[str, Any]]:
+    return [sample for sample in run.samples if sample["model"] == run.record["vs"]["model"]]
 
 
 def _change(
