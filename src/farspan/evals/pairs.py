@@ -15,6 +15,8 @@ GroupKey = tuple[str, str, int]  # eval, task, length
 # By evaluation: what the score of a sample is multiplied by. Commonsense has two scores a sample,
 # and is not paired.
 SCALES = {"needle": 1.0, "ruler": 100.0, "longbench": 1.0, "nonliteral": 1.0}
+# The difference between the best and the worst score.
+LARGEST = {"passkey": 1.0, "needle": 1.0, "ruler": 100.0, "longbench": 100.0, "nonliteral": 1.0}
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,7 @@ def paired_differences(
     for key in own:
         shared = [name for name in own[key] if name in other.get(key, {})]
         if shared:
-            largest = 1.0 if key[0] == "passkey" else SCALES.get(key[0], math.inf)
-            differences[key] = _difference(own[key], other[key], shared, largest)
+            differences[key] = _difference(own[key], other[key], shared, LARGEST.get(key[0]))
     return differences
 
 
@@ -66,15 +67,38 @@ def _difference(
     own: Mapping[Hashable, _Outcome],
     other: Mapping[Hashable, _Outcome],
     shared: list[Hashable],
-    largest: float,
+    largest: float | None,
 ) -> PairedDifference:
-    """largest: the difference between the best and the worst score, which bounds the interval."""
+    """largest: the difference between the best and the worst score; None for losses."""
     values = [own[name].value - other[name].value for name in shared]
+    if largest is not None:
+        return PairedDifference(*bounded_difference(values, largest), len(shared))
     documents = [own[name].document for name in shared]
     few = len(set(documents)) < MIN_DOCUMENTS  # then windows are resampled
     weights, groups = [own[name].weight for name in shared], None if few else documents
-    mean = bootstrap(values, weights, groups, within=(-largest, largest))
-    return PairedDifference(*mean, len(shared))
+    return PairedDifference(*bootstrap(values, weights, groups), len(shared))
+
+
+def bounded_difference(values: Sequence[float], largest: float) -> tuple[float, float, float]:
+    """The mean of differences that are at most `largest`, with its 95% interval.
+
+    Two pairs more, half of one for each outcome of two answers that are right or wrong (Agresti and
+    Min 2005), keep it valid for few or equal pairs. One pair says nothing.
+
+    >>> bounded_difference([-1.0], 1.0)
+    (-1.0, -1.0, 1.0)
+    """
+    from scipy.special import stdtrit
+
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, -largest, largest
+    middle = math.fsum(values) / (n + 2)
+    squares = math.fsum(value**2 for value in values) + largest**2
+    deviation = math.sqrt(max(0.0, squares / (n + 2) - middle**2) / (n + 2))
+    margin = float(stdtrit(n - 1, 0.975)) * deviation
+    return mean, max(-largest, middle - margin), min(largest, middle + margin)
 
 
 def _outcomes(samples: Iterable[Mapping[str, Any]]) -> dict[GroupKey, dict[Hashable, _Outcome]]:
