@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from farspan.attention.scales import Scales
 from farspan.cli import app
 from farspan.errors import FarspanError
 from farspan.evals.agreement import Agreement, Continuation, compare_continuations, compare_losses
-from farspan.workflows.check import CheckResult, _compared_by, _sure_tokens
+from farspan.evals.engine import Engine
+from farspan.workflows.check import CheckResult, _compared_by, _kept_lengths, _sure_tokens
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LENGTH = 640
@@ -130,12 +132,40 @@ def test_a_difference_starts_at_a_position():
     engine = [1.0] * 150 + [3.0] * 50
     assert compare_losses(engine, here, base) == Agreement("different", 152, 2.0, 0.05)
     assert compare_losses(engine, here, tolerance=2.5).verdict == "equal"
-    rounded = [1.0] * 199 + [1.001]
+    rounded = [1.0] * 199 + [1.01]
     assert compare_losses(rounded, here).verdict == "equal"
     exact = compare_losses(rounded, here, tolerance=0)
     assert (exact.verdict, exact.position, exact.tolerance) == ("different", 201, 0)
-    weak = [1.0] * 199 + [1.2]
+    single = [1.0] * 192 + [1.5]
+    assert compare_losses(single, [1.0] * 193).verdict == "equal", "32 positions or more at a time"
+    assert compare_losses([1.0] * 20 + [3.0], [1.0] * 21).position == 22, "one block, however short"
+    late = [1.0] * 199 + [9.0]
+    assert compare_losses(late, [1.0] * 200).position == 201, "in the longer last block"
+    weak = [1.0] * 190 + [1.2] * 10
     assert compare_losses(weak, here, weak).verdict == "base", "the tolerance follows the effect"
+
+
+class LineTokenizer:
+    """Letters are tokens, and so is an empty line at the end of a text."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **_):
+        pieces = re.findall(r"\n\n\Z|.", text, re.DOTALL)
+        return {"input_ids": [0 if piece == "\n\n" else ord(piece) for piece in pieces]}
+
+    def decode(self, ids):
+        return "".join(chr(token) if token else "\n\n" for token in ids)
+
+
+@pytest.mark.parametrize(("takes_tokens", "expected"), [(False, [2, 3, 5]), (True, [2, 4, 5])])
+def test_prompts_as_text_end_where_a_server_reads_the_same_tokens(takes_tokens, expected):
+    engine = Engine(None, LineTokenizer(), "m", "completions", takes_tokens, False)
+    ids = engine._encode("ab\n\nc")
+    assert len(ids) == 5
+    assert _kept_lengths(engine, ids, [2, 4, 5]) == expected
+    lost = [98, 0, 99]  # is read as four tokens
+    assert _kept_lengths(engine, lost, [3]) == ([3] if takes_tokens else [2])
 
 
 def test_a_patch_without_effect_is_refused():

@@ -61,14 +61,14 @@ def compare_losses(
     if base is not None and (to_base := float(_blocks(engine, base).max())) <= tolerance:
         return Agreement(IGNORED, None, to_base, tolerance)
     start = int(np.argmax(differences > tolerance)) * BLOCK
-    single = np.abs(np.subtract(engine, here))[start : start + BLOCK] > tolerance
+    single = np.abs(np.subtract(engine, here))[start:] > tolerance
     return Agreement(DIFFERENT, start + int(np.argmax(single)) + 2, largest, tolerance)
 
 
 def _blocks(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
-    """The mean absolute difference of each block of positions."""
+    """The mean absolute difference of each block; positions after the last join that one."""
     difference = np.abs(np.subtract(first, second, dtype=np.float64))
-    starts = np.arange(0, len(difference), BLOCK)
+    starts = np.arange(max(1, len(difference) // BLOCK)) * BLOCK
     sizes = np.diff([*starts, len(difference)])
     return np.add.reduceat(difference, starts) / sizes
 

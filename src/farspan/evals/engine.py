@@ -197,6 +197,14 @@ class Engine:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": text}]
 
+    def keeps(self, row: Sequence[int]) -> bool:
+        """Whether the server reads these tokens, as far as its tokenizer is that of the client."""
+        if self.takes_tokens:
+            return True
+        begin = begin_of_text(self.tokenizer)
+        text = list(row[len(begin) :] if list(row[: len(begin)]) == begin else row)
+        return self._encode(self.tokenizer.decode(text)) == text
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 

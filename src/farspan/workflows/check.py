@@ -53,6 +53,7 @@ from farspan.workflows.evaluate_engine import check_engine_options
 LONGEST = 4096  # tokens, unless the train length is longer or --length says so
 PROMPTS = 32  # lengths of greedy continuations
 NEW_TOKENS = 8  # of each continuation
+MOVED = 16  # tokens by which a prompt may become shorter, so that a server reads the same tokens
 SURE = 0.1  # nats between the two likeliest tokens, from which on rounding changes no token
 LOSSES, CONTINUATIONS = "log-probabilities", "greedy continuations"
 
@@ -151,6 +152,8 @@ def check(
         by = _compared_by(server, engine, tolerance)
         by_continuations = by == CONTINUATIONS
         prompts = _prompt_lengths(train or reach, reach)
+        if server is not None and by_continuations:
+            prompts = _kept_lengths(server, ids, prompts)
 
         def measure(each: PreTrainedModel) -> Any:
             return (
@@ -205,6 +208,19 @@ def _prompt_lengths(train: int, longest: int) -> list[int]:
     last = longest - NEW_TOKENS
     first = max(1, min(train // 2, last))
     return sorted({first + (last - first) * step // (PROMPTS - 1) for step in range(PROMPTS)})
+
+
+def _kept_lengths(server: Engine, ids: list[int], lengths: Sequence[int]) -> list[int]:
+    """Lengths at which a prompt as text is read as the same tokens: each one, or the next below.
+
+    A tokenizer can join the last tokens of a text that was cut between them.
+    """
+
+    def kept(length: int) -> int:
+        below = range(length, max(0, length - MOVED), -1)
+        return next((count for count in below if server.keeps(ids[:count])), length)
+
+    return sorted(set(map(kept, lengths)))
 
 
 @contextmanager
