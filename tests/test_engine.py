@@ -254,6 +254,7 @@ def test_what_cannot_be_measured_is_refused(case, server, tmp_path, monkeypatch,
         ("http://[::1/v1", {}, "not the plain URL of a server"),
         ("nope-twin", {"timeout": 5.0}, "--timeout 5.0 is a setting of a server"),
         ("nope-twin", {"served_model": "x"}, "--model x is a setting of a server"),
+        ("http://localhost:1/v1/chat/completions", {}, "request; give http://localhost:1/v1$"),
         ("http://localhost:1/v1", {"num_concurrent": 0}, "--num-concurrent is 0; use 1 or more"),
     ],
 )
@@ -327,6 +328,19 @@ def test_waits_double_unless_the_server_asks_for_others(retry_after, expected, m
     assert waits == pytest.approx(expected, rel=0 if retry_after else 0.25)
 
 
+def test_a_url_without_its_version_is_named():
+    client = replace(CLIENT, url="http://localhost:1/api")
+    refused = str(client._refusal(404, "Not Found", {"model": "x"}))
+    assert refused.endswith("give its URL with http://localhost:1/api/v1")
+
+
+def test_only_what_is_kept_is_said_to_be():
+    for kept in (True, False):
+        client = replace(CLIENT, keeps_answers=kept)
+        for cause in (TimeoutError(), OSError("gone"), engine_http.FailingError("x")):
+            assert ("finished answers are kept" in str(client._failure(cause, 1))) == kept
+
+
 @pytest.mark.parametrize(
     ("status", "text", "body", "sentence"),
     [
@@ -337,6 +351,11 @@ def test_waits_double_unless_the_server_asks_for_others(retry_after, expected, m
         (401, "unknown model", {"model": "x"}, "refuses the key"),
         (403, "gone", {"model": "x"}, "refuses the key"),
         (404, "too long", {"model": "x"}, "too long"),
+        (400, "max_tokens 9 + inputs must be <= 8", {"model": "x"}, "too long"),
+        (404, "The model `a-context` does not exist.", {"model": "a-context"}, "has no model"),
+        (400, "Unsupported parameter: 'max_tokens'", {"model": "x"}, "refuses a request"),
+        (400, "This model does not support echo", {"model": "x"}, "refuses a request"),
+        (400, "the model could not be found", {"model": "x"}, "has no model 'x'"),
     ],
 )
 def test_a_refusal_names_its_cause(status, text, body, sentence, monkeypatch):
@@ -352,11 +371,13 @@ def test_a_server_out_of_reach_is_named_with_the_cause(message):
 
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "b"]])
 def test_the_only_served_model_needs_no_name(names):
-    client = SimpleNamespace(url="http://x/v1", models=lambda: [{"id": name} for name in names])
+    client = SimpleNamespace(url="http://x", models=lambda: [{"id": name} for name in names])
     if len(names) == 1:
         assert _only_model(client) == "a"
     else:
-        expected = "serves a, b; add --model" if names else "does not say what it serves"
+        expected = "serves a, b; add --model NAME$"
+        if not names:
+            expected = "does not say what it serves; add --model NAME, or use http://x/v1"
         with pytest.raises(FarspanError, match=expected):
             _only_model(client)
 

@@ -15,7 +15,7 @@ from farspan.cells import Cells, cell_key
 from farspan.data.tokens import fingerprint
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals.chat import thinking_switch
-from farspan.evals.engine_http import EngineClient, RefusedError, Reply
+from farspan.evals.engine_http import VERSION, EngineClient, RefusedError, Reply
 from farspan.train.metadata import begin_of_text
 
 APIS = ("completions", "chat")
@@ -68,9 +68,15 @@ class Engine:
     _loss_form: str | None = field(default=None, init=False)
 
     @classmethod
-    def connect(cls, url: str, tokenizer: Any, options: EngineOptions) -> Engine:
-        """Ask the server for its models, and find out which prompts it takes."""
-        client = EngineClient(url, options.num_concurrent, options.timeout, options.max_retries)
+    def connect(
+        cls, url: str, tokenizer: Any, options: EngineOptions, keeps_answers: bool = True
+    ) -> Engine:
+        """Ask the server for its models, and find out which prompts it takes.
+
+        keeps_answers: whether the caller will store them.
+        """
+        patience = (options.num_concurrent, options.timeout, options.max_retries)
+        client = EngineClient(url, *patience, keeps_answers)
         model = options.served_model or _only_model(client)
         engine = cls(client, tokenizer, model, options.api, False, False)
         if options.api == "completions":
@@ -291,5 +297,6 @@ def _only_model(client: EngineClient) -> str:
     names = [str(each.get("id")) for each in client.models()]
     if len(names) != 1:
         served = f"serves {', '.join(names)}" if names else "does not say what it serves"
-        raise FarspanError(f"the server at {client.url} {served}; add --model NAME")
+        version = "" if names or VERSION.search(client.url) else f", or use {client.url}/v1"
+        raise FarspanError(f"the server at {client.url} {served}; add --model NAME{version}")
     return names[0]

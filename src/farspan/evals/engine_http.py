@@ -25,10 +25,15 @@ TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 CONNECT_TIMEOUT = 10.0  # seconds
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts, doubled each time
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-TOO_LONG = re.compile(r"context|too long|too many tokens|max\w*.?(model.?len|tokens|length)|exceed")
-NO_MODEL = re.compile(
-    r"model\b.*(not|does\s?n.t|unknown|invalid)|(no such|unknown|invalid) model|pinned to"
+TOO_LONG = re.compile(
+    r"context|too long|too many tokens|exceed|max\w*.?(model.?len|length)|max\w*.?tokens.*\d"
 )
+NO_MODEL = re.compile(
+    r"model\b.*(not|n.t) (be )?(exist|found|available|loaded|served)|"
+    r"model\W*(is )?(unknown|invalid)|(no such|unknown|invalid|unsupported|not a valid) model|"
+    r"model.?not.?found|pinned to"
+)
+VERSION = re.compile(r"/v\d\w*$")  # the end of the URL of most servers
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -71,6 +76,7 @@ class EngineClient:
     num_concurrent: int = 8
     timeout: float = 600.0  # seconds for one answer
     max_retries: int = 5
+    keeps_answers: bool = True  # so that a repeated command asks only for the others
 
     def __post_init__(self):
         if not _is_plain(self.url):
@@ -83,6 +89,9 @@ class EngineClient:
                 option = f"--{name.replace('_', '-')}"
                 raise FarspanError(f"{option} is {getattr(self, name)}; use {least} or more")
         object.__setattr__(self, "url", self.url.rstrip("/"))
+        if self.url.endswith("/completions"):
+            whole = self.url.removesuffix("/completions").removesuffix("/chat")
+            raise FarspanError(f"{self.url} is the URL of a request; give {whole}")
 
     def models(self) -> list[dict[str, Any]]:
         """What the server says that it serves; empty if it does not say."""
@@ -175,7 +184,8 @@ class EngineClient:
     def _failure(self, error: Exception, attempts: int) -> FarspanError:
         """The last error, when no attempt is left."""
         tried = f"{attempts} attempt{'s' * (attempts > 1)}"
-        way_out = "finished answers are kept: start the server, and rerun the same command"
+        kept = "finished answers are kept: " * self.keeps_answers
+        way_out = f"{kept}start the server, and rerun the same command"
         if isinstance(error, CorruptError):
             return CorruptError(
                 f"the server at {self.url} sends {error} ({tried}); check that the URL is that of "
@@ -186,8 +196,9 @@ class EngineClient:
         if isinstance(error, TimeoutError | httpx2.TimeoutException):
             return UnavailableError(
                 f"the server at {self.url} did not answer within {self.timeout:g} seconds "
-                f"({tried}); finished answers are kept: rerun the same command, with a longer "
-                "--timeout or a smaller --num-concurrent"
+                f"({tried}); {kept}rerun the same command"
+                + ", with a longer --timeout or a smaller --num-concurrent"
+                * self.keeps_answers
             )
         why = str(error) or type(error).__name__
         return UnavailableError(
@@ -195,7 +206,9 @@ class EngineClient:
         )
 
     def _refusal(self, status: int, message: str, body: Any) -> RefusedError:
-        reason, text = f"status {status}: {message}", message.lower()
+        reason, model = f"status {status}: {message}", str(body.get("model") or "")
+        text = re.sub(rf"(?<!\w){re.escape(model)}(?!\w)", "", message) if model else message
+        text = text.lower()  # without the name, which may say anything
         if status in (401, 403):
             return RefusedError(
                 f"the server at {self.url} refuses the key ({reason}); set {KEY} in the environment"
@@ -205,10 +218,16 @@ class EngineClient:
                 f"the server at {self.url} refuses a prompt as too long ({reason}); choose shorter "
                 "--lengths, or start it with a longer context"
             )
-        if "model" in body and (status == 404 or NO_MODEL.search(text)):
+        named = model and NO_MODEL.search(text)
+        if status in (404, 405) and not named and not VERSION.search(self.url):
             return RefusedError(
-                f"the server at {self.url} has no model {body['model']!r} ({reason}); "
-                f"{self._way_to_model(body['model'])}"
+                f"the server at {self.url} has no such page ({reason}); give its URL with "
+                f"{self.url}/v1"
+            )
+        if named or (model and status == 404):
+            return RefusedError(
+                f"the server at {self.url} has no model {model!r} ({reason}); "
+                f"{self._way_to_model(model)}"
             )
         return RefusedError(
             f"the server at {self.url} refuses a request ({reason}); check the URL, and what the "

@@ -80,7 +80,7 @@ class CheckResult(Summarized):
         if agreement.difference is not None:
             measured = f", to {agreement.difference:.2g} nats (allowed {agreement.tolerance:.2g})"
         if self.by == CONTINUATIONS:
-            measured = "; it returns no log-probabilities of prompts"
+            measured = " (it returns no log-probabilities of prompts)"
         if self.holds:
             applied = ": it applies the patch" if self.has_base else ""
             return (
@@ -230,10 +230,10 @@ def _opened(
     """The server, or that of a .gguf file; None for what transformers loads."""
     settings = EngineOptions(served_model)
     if is_url(engine):
-        yield Engine.connect(str(engine), tokenizer, settings)
+        yield Engine.connect(str(engine), tokenizer, settings, keeps_answers=False)
     elif _is_llama(engine):
         with serve_gguf(Path(engine), length + NEW_TOKENS) as url:
-            yield Engine.connect(url, tokenizer, settings)
+            yield Engine.connect(url, tokenizer, settings, keeps_answers=False)
     else:
         yield None
 
