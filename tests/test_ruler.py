@@ -503,6 +503,43 @@ def test_bad_question_files_raise_clear_errors(tokenizers, files, tmp_path):
         prompts(small, samples=2)
 
 
+HOTPOT_ROW = {"question": "When?", "answer": "1990", "context": [["Ann", ["She came."]]]}
+SQUAD_QUESTION = {"question": "Who?", "answers": [{"text": "Ann"}]}
+
+
+def squad_of(question, context="Ann was here."):
+    return {"data": [{"paragraphs": [{"context": context, "qas": [question]}]}]}
+
+
+@pytest.mark.parametrize(
+    ("task", "content"),
+    [
+        ("qa_2", [{**HOTPOT_ROW, "answer": 1990}]),
+        ("qa_2", [{**HOTPOT_ROW, "question": None}]),
+        ("qa_1", squad_of({"question": 3, "answers": [{"text": "Ann"}]})),
+        ("qa_1", squad_of({"question": "Who?", "answers": [{"text": None}]})),
+        ("qa_1", squad_of(SQUAD_QUESTION, context=7)),
+    ],
+)
+def test_questions_of_other_types_are_refused(task, content, tmp_path):
+    (tmp_path / "file.json").write_text(json.dumps(content))
+    with pytest.raises(CorruptError, match=r"is not JSON in the layout of .* \(TypeError\)"):
+        read_qa(task, str(tmp_path / "file.json"), task)
+
+
+def test_questions_with_empty_answers_are_left_out(tmp_path):
+    """An empty text is in every prediction."""
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps([{**HOTPOT_ROW, "answer": " "}, HOTPOT_ROW]))
+    assert read_qa("qa_2", str(file), "b").questions == (("When?", ("1990",)),)
+    answers = [{"text": ""}, {"text": "Ann"}]
+    file.write_text(json.dumps(squad_of({"question": "Who?", "answers": answers})))
+    assert read_qa("qa_1", str(file), "c").questions == (("Who?", ("Ann",)),)
+    file.write_text(json.dumps(squad_of({"question": "Who?", "answers": answers[:1]})))
+    with pytest.raises(FarspanError, match="has no question with an answer"):
+        read_qa("qa_1", str(file), "d")
+
+
 def test_related_documents_of_a_question_are_the_others_of_its_article(tmp_path):
     def paragraph(context):
         answers = [{"text": context}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,16 +61,28 @@ QaRow = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, 
 
 def _squad(content: Any) -> Iterator[QaRow]:
     for article in content["data"]:
-        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        texts = [_text(paragraph["context"]) for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
             others = [text for text in texts if text != paragraph["context"]]
             for each in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in each["answers"]))
+                answers = _answers(answer["text"] for answer in each["answers"])
                 if answers:
-                    yield each["question"], answers, [paragraph["context"]], others
+                    yield _text(each["question"]), answers, [paragraph["context"]], others
 
 
 def _hotpotqa(content: Any) -> Iterator[QaRow]:
     for each in content:
         given = [f"{title}\n{''.join(sentences)}" for title, sentences in each["context"]]
-        yield each["question"], (each["answer"],), given, []
+        if answers := _answers([each["answer"]]):
+            yield _text(each["question"]), answers, given, []
+
+
+def _answers(answers: Iterable[Any]) -> tuple[str, ...]:
+    """Each once; an empty one would be in every prediction."""
+    return tuple(dict.fromkeys(answer for answer in answers if _text(answer).strip()))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
