@@ -497,7 +497,7 @@ def test_bad_question_files_raise_clear_errors(tokenizers, files, tmp_path):
     question = {"question": "Who?", "answers": [{"text": "Ann"}]}
     paragraph = {"context": "Ann was here.", "qas": [question]}
     small = json.dumps({"data": [{"paragraphs": [paragraph]}]})
-    with pytest.raises(FarspanError, match=r"have \d+ tokens, but \d+ are needed; use a larger"):
+    with pytest.raises(FarspanError, match=r"has \d+ tokens with .* are needed; use a larger"):
         prompts(small)
     with pytest.raises(FarspanError, match="has 1 questions with answers, but 2 are needed"):
         prompts(small, samples=2)
@@ -538,6 +538,30 @@ def test_questions_with_empty_answers_are_left_out(tmp_path):
     file.write_text(json.dumps(squad_of({"question": "Who?", "answers": answers[:1]})))
     with pytest.raises(FarspanError, match="has no question with an answer"):
         read_qa("qa_1", str(file), "d")
+
+
+def test_a_small_file_of_questions_is_refused_before_anything_is_measured(tmp_path, tokenizers):
+    """By the longest length, and with the question alone."""
+    (tmp_path / "file.json").write_text(json.dumps([HOTPOT_ROW] * 2))
+    file = str(tmp_path / "file.json")
+    evaluation = Ruler((700, 4096), ("fwe", "qa_2"), 1, hotpotqa=file)
+    sentence = (
+        r"of the question 'When\?' has \d+ tokens with all documents of its file, but \d+ are"
+    )
+    with pytest.raises(FarspanError, match=sentence):
+        evaluation.check_least(tokenizers["subword"])
+    replace(evaluation, lengths=(700,), tasks=("fwe",)).check_least(tokenizers["subword"])
+
+
+def test_the_least_length_is_that_of_all_tasks(tokenizers):
+    """One repetition with the named length is enough."""
+    evaluation = Ruler((100,), samples=2)
+    with pytest.raises(FarspanError, match="of ruler need up to") as refused:
+        evaluation.check_least(tokenizers["subword"])
+    least = int(re.search(r"use lengths from (\d+) on", str(refused.value))[1])
+    replace(evaluation, lengths=(least,)).check_least(tokenizers["subword"])
+    with pytest.raises(FarspanError, match=f"the task .* of ruler needs {least} tokens"):
+        replace(evaluation, lengths=(least - 1,)).check_least(tokenizers["subword"])
 
 
 def test_related_documents_of_a_question_are_the_others_of_its_article(tmp_path):
@@ -647,9 +671,17 @@ def test_a_model_runs_the_suite(tiny, tmp_path, files):
     [
         (
             ["--lengths", "256"],
-            r"the task \w+ of ruler needs \d+ tokens with this tokenizer, but a",
+            r"the tasks niah_single_1, .* of ruler need up to \d+ tokens with this tokenizer,",
         ),
         (["--lengths", "600", "--tasks", "vt,cwee"], "ruler has no task 'cwee'; did you mean cwe?"),
+        (
+            ["--lengths", "900", "--tasks", "fwe", "--data", "squad=absent.json"],
+            "'absent.json' is not a file; check the path",
+        ),
+        (
+            ["--lengths", "900", "--tasks", "fwe", "--data", "haystack=absent.txt"],
+            "'absent.txt' is not a file, folder or data set",
+        ),
         (["--lengths", "600", "--tasks", "qa_1"], "the task qa_1 needs a file; add --data squad="),
         (["--data", "essays=x.txt"], "it takes haystack=PATH, squad=PATH, hotpotqa=PATH"),
         (["--system-instruction", "Be brief."], "is part of a chat; add --apply-chat-template"),

@@ -7,7 +7,7 @@ fit, and one more that is cut. What is asked for is never in the part that is cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -105,11 +105,7 @@ class Ruler:
             if needed <= cell.length:
                 break
         else:
-            raise FarspanError(
-                f"the task {cell.task} of ruler needs {needed} tokens with this tokenizer, but a "
-                f"length is {cell.length}; use lengths from {needed} on, or leave the task out by "
-                "--tasks"
-            )
+            raise _too_short({cell.task: needed}, cell.length)
         begin = self._begin(tokenizer)
         size = cell.length - answer_tokens - len(begin)
         first, *others = prompts
@@ -118,12 +114,25 @@ class Ruler:
         return prompts, [[*begin, *row] for row in rows], answer_tokens
 
     def check_least(self, tokenizer: Any) -> None:
-        """Refuse a length that is too short for one of the tasks."""
-        for cell in replace(self, lengths=(min(self.lengths),)).cells():
+        """Refuse a length that is too short for a task, or too long for its file of questions."""
+        shortest, needed = min(self.lengths), {}
+        for cell in replace(self, lengths=(shortest,)).cells():
             *_, last = variants(cell.task, cell.length)
             prompts = [self._maker.prompt(cell, number, last) for number in range(self.samples)]
-            if self._needed(cell.task, prompts, tokenizer)[0] > cell.length:
-                self.prompts(cell, tokenizer)
+            needed[cell.task] = self._needed(cell.task, prompts, tokenizer)[0]
+        if short := {task: count for task, count in needed.items() if count > shortest}:
+            raise _too_short(short, shortest)
+        of_questions = tuple(task for task in self.tasks if task in QA_FILES)
+        if of_questions:
+            for cell in replace(self, lengths=(max(self.lengths),), tasks=of_questions).cells():
+                self._check_documents(cell, tokenizer)
+
+    def _check_documents(self, cell: EvalCell, tokenizer: Any) -> None:
+        """All samples have all documents of the file; the shortest question needs most of them."""
+        prompts = [self._maker.prompt(cell, number, ()) for number in range(self.samples)]
+        answer_tokens = self._needed(cell.task, prompts, tokenizer)[1]
+        size = cell.length - answer_tokens - len(self._begin(tokenizer))
+        self._row(min(prompts, key=lambda each: len(each.question)), size, tokenizer, 16)
 
     @property
     def _qa_files(self) -> dict[str, str | Path]:
@@ -208,11 +217,22 @@ class Ruler:
         filler = encode(tokenizer, prompt.filler(units, missing))[:missing] if missing else []
         if len(filler) < missing:
             raise FarspanError(
-                f"the documents for the question {prompt.question.strip()!r} have "
-                f"{len(start) + len(filler)} tokens, but {room} are needed; use a larger file or "
-                "shorter lengths"
+                f"the prompt of the question {prompt.question.rpartition('Question: ')[2]!r} has "
+                f"{len(start) + len(filler)} tokens with all documents of its file, but {room} are "
+                "needed; use a larger file or shorter lengths"
             )
         return units, [*start, *filler, *end]
+
+
+def _too_short(needed: Mapping[str, int], length: int) -> FarspanError:
+    """needed: the tokens that tasks need which do not fit the length."""
+    most, names = max(needed.values()), ", ".join(needed)
+    one = len(needed) == 1
+    need = f"task {names} of ruler needs" if one else f"tasks {names} of ruler need up to"
+    return FarspanError(
+        f"the {need} {most} tokens with this tokenizer, but a length is {length}; use lengths from "
+        f"{most} on, or leave {'the task' if one else 'them'} out by --tasks"
+    )
 
 
 def average_task(tasks: int) -> str:

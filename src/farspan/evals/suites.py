@@ -20,12 +20,12 @@ from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.longbench import LongBench
 from farspan.evals.longppl import Evaluator
 from farspan.evals.needle import TASKS as NEEDLE_TASKS
-from farspan.evals.needle import Needle
+from farspan.evals.needle import Needle, haystack_name
 from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, grid_lengths, scored_documents
 from farspan.evals.perplexity import LONGPPL, METRICS, MODES, STRIDE, Perplexity, Text, read_text
 from farspan.evals.ruler import THRESHOLD, Ruler
-from farspan.evals.ruler_qa import QA_FILES
+from farspan.evals.ruler_qa import QA_FILES, qa_digest
 from farspan.evals.ruler_tasks import ESSAYS
 from farspan.evals.ruler_tasks import TASKS as RULER_TASKS
 from farspan.evals.scores import Eval
@@ -259,6 +259,11 @@ def _nonliteral(model: EvalModel, plan: EvalPlan) -> Eval:
 
 def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
     config, texts = plan.config, plan.texts
+    for name, file in texts.items():  # paths that the chosen tasks do not read are checked, too
+        if name in QA_FILES.values():
+            qa_digest(Path(file))
+        else:
+            haystack_name(file, min(plan.lengths))
     with_data = [task for task in RULER_TASKS if task not in QA_FILES or QA_FILES[task] in texts]
     evaluation = Ruler(
         plan.lengths,
