@@ -227,6 +227,7 @@ REFUSED = {
     "perplexity": (("--suite", "perplexity"), "returns no log-probabilities of prompts"),
     "beams": (("--suite", "longbench", "--beams", "2"), "a server decodes greedily"),
     "--api": (("--api", "chats"), "did you mean chat?"),
+    "--batch-size": ((*NEEDLES, "--batch-size", "2"), "makes its own batches; use --num-conc"),
 }
 
 

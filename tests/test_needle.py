@@ -29,6 +29,8 @@ from farspan.evals.needle import (
     insert_needles,
     recall_keys,
 )
+from farspan.evals.nonliteral import NonLiteral
+from farspan.evals.ruler import Ruler
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 TEXT = next(iter(read_documents("python-docs"))).text
@@ -244,7 +246,7 @@ def test_effective_length_is_the_longest_with_all_shorter_ones_passing(scores, t
     assert effective_length(scores, threshold) == max(passing, default=0)
 
 
-def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
+def test_prompts_run_one_at_a_time_on_the_cpu_unless_a_batch_is_chosen(tokenizer, monkeypatch):
     sizes: list[int] = []
     generate_tokens = answers.generate_tokens
     monkeypatch.setattr(
@@ -255,18 +257,27 @@ def test_prompts_run_one_at_a_time_on_the_cpu(tokenizer, monkeypatch):
             generate_tokens(model, rows, *rest, **more),
         )[1],
     )
-    evaluation = Needle((300,), tasks=("single",), samples=3, batch=2)
+    evaluation = Needle((300,), tasks=("single",), samples=3)
     evaluation.run(evaluation.cells()[0], small_model(600), tokenizer)
-    assert sizes == [1, 1, 1]
+    chosen = replace(evaluation, batch=2)
+    chosen.run(chosen.cells()[0], small_model(600), tokenizer)
+    assert sizes == [1, 1, 1, 2, 1]
     lengths: list[int] = []
     monkeypatch.setattr(
         answers,
         "rows_per_batch",
-        lambda model, length, requested: (lengths.append(length), requested)[1],
+        lambda model, length, requested: (lengths.append(length), 2)[1],
     )  # as on a GPU
     evaluation.run(evaluation.cells()[0], small_model(600), tokenizer)
-    assert sizes[3:] == [2, 1]
+    assert sizes[5:] == [2, 1]
     assert lengths == [300], "memory is for prompts and their answers"
+
+
+@pytest.mark.parametrize("kind", [Needle, NonLiteral, Ruler])
+def test_a_batch_above_one_is_part_of_the_key(kind):
+    settings = [kind((300,), batch=batch).cells()[0].settings for batch in (None, 1, 2, 3)]
+    assert settings[0] == settings[1] != settings[2] != settings[3]
+    assert [each.get("batch") for each in settings] == [None, None, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])

@@ -28,6 +28,7 @@ from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals import ruler, ruler_tasks
 from farspan.evals.chat import chat_frame
+from farspan.evals.decoding import generate_tokens
 from farspan.evals.engine import Generated
 from farspan.evals.gates import METRICS
 from farspan.evals.ruler import Ruler, most_units, string_match
@@ -664,6 +665,24 @@ def test_a_model_runs_the_suite(tiny, tmp_path, files):
         assert sample["score"] == string_match(
             sample["task"], sample["prediction"], sample["answers"]
         )
+
+
+def test_a_batch_size_is_used_recorded_and_noted(tiny, tmp_path, monkeypatch):
+    sizes = []
+
+    def generate(model, rows, *rest, **more):
+        sizes.append(len(rows))
+        return generate_tokens(model, rows, *rest, **more)
+
+    monkeypatch.setattr("farspan.evals.answers.generate_tokens", generate)
+    settings = {"lengths": [700], "limit": 3, "tasks": ("fwe",), "batch_size": 2}
+    result = farspan.evaluate(tiny, "ruler", tmp_path / "out", **settings)
+    assert sizes == [2, 1]
+    assert "2 prompts were answered at a time" in result.notes[0]
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["settings"]["batch_size"] == 2
+    with pytest.raises(FarspanError, match="--batch-size is 0; use 1 or more"):
+        farspan.evaluate(tiny, "ruler", tmp_path / "out", **{**settings, "batch_size": 0})
 
 
 @pytest.mark.parametrize(

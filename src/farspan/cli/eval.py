@@ -196,6 +196,17 @@ Threshold = Annotated[
         rich_help_panel="Evaluation settings",
     ),
 ]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="needle, nonliteral, ruler, longbench: prompts answered together; above 1 rounding "
+        "can change answers.",
+        show_default="1 on a CPU, else as many as fit",
+        rich_help_panel="Evaluation settings",
+    ),
+]
 
 
 SERVER = "A model behind a server (MODEL is a URL; a key is read from OPENAI_API_KEY)"
@@ -273,6 +284,7 @@ def eval_command(
     apply_chat_template: ApplyChatTemplate = False,
     system_instruction: SystemInstruction = None,
     threshold: Threshold = None,
+    batch_size: BatchSize = None,
     position: Position = None,
     bos: Bos = "auto",
     device_map: DeviceMap = None,
@@ -315,6 +327,7 @@ def eval_command(
             apply_chat_template=apply_chat_template,
             system_instruction=system_instruction,
             threshold=threshold,
+            batch_size=batch_size,
             seed=seed,
             position=position,
             bos=bos,

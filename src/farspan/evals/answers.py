@@ -31,7 +31,7 @@ def generate_texts(
 ) -> list[Generated]:
     """The greedy continuation of each of some equally long prompts.
 
-    batch: prompts decoded together on a GPU; None: as many as fit in its memory.
+    batch: prompts decoded together; None: one on a CPU, as many as fit on a GPU.
     frame: the text of a chat template in the prompts.
     """
     if isinstance(model, Engine):
@@ -47,8 +47,13 @@ def generate_texts(
     length = len(rows[0]) + answer_tokens
     if batch is None and model.device.type == "cuda":
         batch = rows_in_memory(model, length, free_memory(model.device))
-    run_in_batches(len(rows), rows_per_batch(model, length, batch), run_batch)
+    run_in_batches(len(rows), batch or rows_per_batch(model, length, None), run_batch)
     return [Generated(text, len(row)) for text, row in zip(predictions, rows, strict=True)]
+
+
+def batch_setting(batch: int | None) -> dict[str, int]:
+    """The setting of a cell whose prompts are decoded together, which changes rounding."""
+    return {"batch": batch} if batch is not None and batch > 1 else {}
 
 
 def free_memory(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from farspan.batching import run_in_batches
 from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
-from farspan.evals.answers import text_around
+from farspan.evals.answers import batch_setting, text_around
 from farspan.evals.decoding import encode_prompt, end_tokens, generate_tokens
 from farspan.evals.engine import Engine
 from farspan.evals.perplexity import rows_per_batch
@@ -95,6 +95,7 @@ class LongBench:
     lengths: tuple[int, ...]
     beams: int = 1  # Wang 2024: 5
     limit: int | None = None
+    batch: int | None = None  # prompts decoded together; default: one on a CPU
 
     @cached_property
     def collections(self) -> Mapping[str, Collection]:
@@ -123,6 +124,7 @@ class LongBench:
                     "beams": self.beams,
                     "data": collection.name,
                     "sha256": hashes[collection.file],
+                    **batch_setting(self.batch),
                 },
             )
             for length in self.lengths
@@ -200,9 +202,10 @@ class LongBench:
         end_ids = end_tokens(model, tokenizer)
         if stop_at_line:
             end_ids = [*end_ids, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+        most = max(1, BATCH_TOKENS // (cell.length * self.beams))
         generated = batches_by_length(
             rows,
-            rows_per_batch(model, cell.length, max(1, BATCH_TOKENS // (cell.length * self.beams))),
+            self.batch or rows_per_batch(model, cell.length, most),
             lambda rows: generate_tokens(
                 model,
                 rows,

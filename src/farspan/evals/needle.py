@@ -21,7 +21,7 @@ import numpy as np
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
 from farspan.errors import FarspanError, suggest
-from farspan.evals.answers import answer_samples, encode, generate_texts
+from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.train.metadata import begin_of_text
 
@@ -72,7 +72,7 @@ class Needle:
     chains: int = 1  # of variables, one of which is asked for
     threshold: float = 0.85  # recall from which a length counts as effective
     seed: int = 0
-    batch: int | None = None  # prompts decoded together; default: as many as fit
+    batch: int | None = None  # prompts decoded together; default: one on a CPU, else what fits
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length."""
@@ -80,6 +80,7 @@ class Needle:
         settings = asdict(self)
         for name in ("lengths", "tasks", "threshold", "batch"):
             del settings[name]
+        settings |= batch_setting(self.batch)
         return [
             EvalCell(NAME, task, length, settings | {"haystack": haystack})
             for length, haystack in (

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from farspan.errors import FarspanError
-from farspan.evals.answers import answer_samples, encode, generate_texts
+from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
 from farspan.evals.needle import Needle, NeedleSample, effective_lengths, recall_keys, task_scores
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey
 
@@ -138,7 +138,7 @@ class NonLiteral:
     haystack: str | Path = ""  # text as for --data; empty: the filler of passkey documents
     threshold: float = 0.85
     seed: int = 0
-    batch: int | None = None  # prompts decoded together; default: as many as fit
+    batch: int | None = None  # prompts decoded together; default: one on a CPU, else what fits
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length, the short one first."""
@@ -157,6 +157,7 @@ class NonLiteral:
                     "samples": self.samples,
                     "seed": self.seed,
                     "haystack": self._needle.haystack_name(length),
+                    **batch_setting(self.batch),
                 },
             )
             for length in lengths

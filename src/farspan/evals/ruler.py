@@ -16,7 +16,7 @@ from typing import Any
 
 from farspan.errors import FarspanError, suggest
 from farspan.evals import needle
-from farspan.evals.answers import answer_samples, encode, generate_texts
+from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
 from farspan.evals.ruler_qa import QA_FILES, qa_digest
 from farspan.evals.ruler_tasks import (
     ANSWER_TOKENS,
@@ -52,12 +52,13 @@ class Ruler:
     frame: tuple[str, str] | None = None  # of a chat model: the text around the user's message
     threshold: float = THRESHOLD  # score from which a length counts as effective
     seed: int = 0
-    batch: int | None = None  # prompts decoded together; default: as many as fit
+    batch: int | None = None  # prompts decoded together; default: one on a CPU, else what fits
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length."""
         self._check()
         settings = {"samples": self.samples, "seed": self.seed, "frame": self.frame}
+        settings |= batch_setting(self.batch)
         cells = []
         for length in self.lengths:
             sources = self._sources(length)

@@ -57,6 +57,7 @@ class EvalConfig:
     apply_chat_template: bool = False  # of RULER: prompts as messages to a chat model
     system_instruction: str | None = None  # of RULER: the system message of the chat
     threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
+    batch_size: int | None = None  # prompts answered together; default: one on a CPU
     seed: int = 0  # of keys, needles and subsets
     preset: str = "full"  # quick: fewer windows, examples and passkeys, where these are not set
     engine: EngineOptions = NO_ENGINE  # of a server, if the model is a URL
@@ -79,6 +80,8 @@ class EvalConfig:
                 f"longppl compares the same tokens at two lengths, and mode {self.mode} scores "
                 "others at each; choose --mode same"
             )
+        if self.batch_size is not None and self.batch_size < 1:
+            raise FarspanError(f"--batch-size is {self.batch_size}; use 1 or more")
         if self.system_instruction is not None and not self.apply_chat_template:
             raise FarspanError("--system-instruction is part of a chat; add --apply-chat-template")
 
@@ -131,6 +134,7 @@ class EvalPlan:
             "apply_chat_template": config.apply_chat_template,
             "system_instruction": config.system_instruction,
             "threshold": config.threshold,
+            "batch_size": config.batch_size,
             "seed": config.seed,
         }
 
@@ -249,12 +253,19 @@ def _passkey(depths: int, keys: int) -> Build:
 def _needle(model: EvalModel, plan: EvalPlan) -> Eval:
     config, haystack = plan.config, plan.texts.get("haystack", "")
     tasks, samples = _chosen_tasks(config, NEEDLE_TASKS), config.limit or NEEDLE_SAMPLES
-    return Needle(plan.lengths, tasks, samples, haystack, seed=config.seed)
+    batch = config.batch_size
+    return Needle(plan.lengths, tasks, samples, haystack, seed=config.seed, batch=batch)
 
 
 def _nonliteral(model: EvalModel, plan: EvalPlan) -> Eval:
-    haystack, samples = plan.texts.get("haystack", ""), plan.config.limit or NEEDLE_SAMPLES
-    return NonLiteral(plan.lengths, haystack=haystack, samples=samples, seed=plan.config.seed)
+    config, haystack = plan.config, plan.texts.get("haystack", "")
+    return NonLiteral(
+        plan.lengths,
+        samples=config.limit or NEEDLE_SAMPLES,
+        haystack=haystack,
+        seed=config.seed,
+        batch=config.batch_size,
+    )
 
 
 def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
@@ -277,6 +288,7 @@ def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
         else None,
         threshold=THRESHOLD if config.threshold is None else config.threshold,
         seed=config.seed,
+        batch=config.batch_size,
     )
     evaluation.check_least(model.tokenizer)  # a length that is too short is refused now
     return evaluation
@@ -285,7 +297,8 @@ def _ruler(model: EvalModel, plan: EvalPlan) -> Eval:
 def _longbench(beams: int) -> Build:
     def build(model: EvalModel, plan: EvalPlan) -> Eval:
         folder, config = plan.texts["longbench"], plan.config
-        return LongBench(folder, plan.contexts, config.beams or beams, config.limit)
+        width, batch = config.beams or beams, config.batch_size
+        return LongBench(folder, plan.contexts, width, config.limit, batch)
 
     return build
 
@@ -314,6 +327,7 @@ SUITE_SETTINGS = {
     "apply_chat_template": "--apply-chat-template",
     "system_instruction": "--system-instruction",
     "threshold": "--threshold",
+    "batch_size": "--batch-size",
 }
 RULER_SETTINGS = ("apply_chat_template", "system_instruction", "threshold")
 PERPLEXITY_SETTINGS = ("mode", "metric", "stride", "budget", "windows")
@@ -333,18 +347,18 @@ SUITES = {
     ),
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
-    "needle": Suite((_needle,), texts=("haystack",), settings=("limit", "tasks")),
-    "nonliteral": Suite((_nonliteral,), texts=("haystack",), settings=("limit",)),
+    "needle": Suite((_needle,), texts=("haystack",), settings=("limit", "tasks", "batch_size")),
+    "nonliteral": Suite((_nonliteral,), texts=("haystack",), settings=("limit", "batch_size")),
     "ruler": Suite(
         (_ruler,),
         texts=("haystack", *QA_FILES.values()),
-        settings=("limit", "tasks", *RULER_SETTINGS),
+        settings=("limit", "tasks", "batch_size", *RULER_SETTINGS),
     ),
     "longbench": Suite(
         (_longbench(1),),
         texts=("longbench",),
         required=("longbench",),
-        settings=("beams", "limit"),
+        settings=("beams", "limit", "batch_size"),
     ),
     "commonsense": Suite((_commonsense,), texts=("commonsense",), settings=("limit", "tasks")),
 }

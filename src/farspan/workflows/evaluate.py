@@ -99,7 +99,8 @@ def evaluate(
     baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
     preset: quick (less text, on a CPU the default) or full.
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
-        seed, tasks, apply_chat_template, system_instruction, threshold, engine.
+        seed, tasks, apply_chat_template, system_instruction, threshold, batch_size,
+        engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
     device_map: as in transformers, for models that one device does not hold.
@@ -247,6 +248,11 @@ class _EvalRun:
         follows = self.has_baseline and compared is None
         samples = _run_cells(model, evaluations, cells, self, follows)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
+        if (self.config.batch_size or 1) > 1:
+            notes += (
+                f"{self.config.batch_size} prompts were answered at a time, so rounding can make "
+                "answers differ from those of one at a time",
+            )
         for evaluation, group in zip(evaluations, samples, strict=True):
             if isinstance(evaluation, NonLiteral):
                 notes += tuple(evaluation.notes(group))

@@ -44,6 +44,11 @@ def connect_eval_model(url: str, config: EvalConfig, bos: str, options: LoadOpti
         raise FarspanError(
             f"the prompts for {url} need the tokenizer of its model; add --tokenizer PATH"
         )
+    if config.batch_size is not None:
+        raise FarspanError(
+            f"--batch-size {config.batch_size} is for loaded models, and {url} is a server, which "
+            "makes its own batches; use --num-concurrent"
+        )
     trust = options.get("trust_remote_code", False)
     tokenizer: Any = served_tokenizer(source, trust)
     begin = _begin_of_text(tokenizer, bos)
