@@ -277,6 +277,9 @@ def test_other_folders_and_names_are_refused(runs, tmp_path):
         compare(runs, tmp_path / "table.html")
     with pytest.raises(FarspanError, match="was not found"):
         compare([tmp_path / "absent"], tmp_path / "table.md")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FarspanError, match=r"has no record.json; choose folders .* farspan eval$"):
+        compare([tmp_path / "empty"], tmp_path / "table.md")
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "record.json").write_text('{"command": "lab run"}')
     with pytest.raises(FarspanError, match="is a run of `farspan lab run`"):

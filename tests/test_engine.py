@@ -222,6 +222,7 @@ def test_a_prompt_that_a_server_cuts_is_refused(server, tmp_path, monkeypatch, c
 
 REFUSED = {
     "--tokenizer": (("--tokenizer", ""), "add --tokenizer PATH"),
+    "absent tokenizer": (("--tokenizer", "/absent"), "'/absent' is neither a folder nor a hub id"),
     "another tokenizer": ((), "give the tokenizer of the served model"),
     "commonsense": (("--suite", "commonsense"), "run on a loaded model only"),
     "perplexity": (("--suite", "perplexity"), "returns no log-probabilities of prompts"),

@@ -319,6 +319,15 @@ def is_patch(source: str | Path) -> bool:
     return (Path(resolve_bundled(source)) / "patch.json").exists()
 
 
+def _missing(source: str | Path) -> MissingModelError:
+    bundled = [path.name for path in BUNDLED_MODELS.iterdir()]
+    near = difflib.get_close_matches(str(source), bundled, 1)
+    hint = f"did you mean the bundled model {near[0]}?" if near else "check the path"
+    return MissingModelError(
+        f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}"
+    )
+
+
 def load_config(
     source: str | Path, *, position: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
@@ -330,12 +339,7 @@ def load_config(
     elif folder.exists():
         raise FarspanError(f"{folder} is a file; give the folder that holds the checkpoint")
     elif not is_hub_id(str(source)):
-        bundled = [path.name for path in BUNDLED_MODELS.iterdir()]
-        near = difflib.get_close_matches(str(source), bundled, 1)
-        hint = f"did you mean the bundled model {near[0]}?" if near else "check the path"
-        raise MissingModelError(
-            f"{str(source)!r} is neither a folder nor a hub id (owner/name); {hint}"
-        )
+        raise _missing(source)
     else:
         _check_hub(str(source))
     try:
@@ -537,6 +541,8 @@ def _load_tokenizer(
     folder = Path(source)
     if folder.is_dir() and not tokenizer_files(folder):
         return None
+    if not folder.exists() and not is_hub_id(str(source)):
+        raise _missing(source)
     way_out = "check its tokenizer_config.json and that this transformers supports the tokenizer"
     with quiet(), readable(source, way_out):
         try:

@@ -74,7 +74,7 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
             f"{out} is not the name of a table; end it in one of {', '.join(SUFFIXES)}"
         )
     check_not_empty(folders, "a results folder")
-    runs = read_runs(folders)
+    runs = read_runs(folders, "farspan eval")
     for run, folder in zip(runs, folders, strict=True):
         if run.record["command"] != "eval":
             raise FarspanError(

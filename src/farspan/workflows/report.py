@@ -20,6 +20,8 @@ from farspan.report.samples import compress
 from farspan.train.loop import METRICS
 from farspan.workflows.diagnose import model_names
 
+WRITERS = "diagnose, extend, eval, reproduce, lab run or pretrain"
+
 
 def report(
     folders: Sequence[str | Path],
@@ -50,10 +52,11 @@ def report(
     return out
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The records in folders of runs, under distinct names."""
+def read_runs(folders: Sequence[str | Path], writers: str = WRITERS) -> list[Run]:
+    """The records in folders of runs, under distinct names; writers: the commands to advise."""
     return [
-        _read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)
+        _read_run(Path(folder), name, writers)
+        for folder, name in zip(folders, _names(folders), strict=True)
     ]
 
 
@@ -107,7 +110,7 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
     return short if len(set(short)) == len(short) else model_names(folders)
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str, writers: str) -> Run:
     if not folder.exists():
         raise FarspanError(f"{folder} was not found; check the path")
     if (folder / "record.json").exists():
@@ -122,10 +125,7 @@ def _read_run(folder: Path, name: str) -> Run:
     elif (folder / METRICS).exists():  # an unfinished training run
         record = {"command": "pretrain"}
     else:
-        raise FarspanError(
-            f"{folder} has no record.json; choose folders written by diagnose, extend, eval, "
-            "reproduce, lab run or pretrain"
-        )
+        raise FarspanError(f"{folder} has no record.json; choose folders written by {writers}")
     scales: dict[int, list[float]] = {}
     if is_patch(folder):
         patch_json = read_json(folder / "patch.json")
