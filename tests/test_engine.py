@@ -144,6 +144,16 @@ def test_a_reply_without_counts_is_taken(server, tmp_path, monkeypatch, capsys):
     code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
     assert code == 0, printed
     assert scores(tmp_path / "out")["recall", "single", 256]["value"] == 0
+    assert "15 of 15 answers are empty" in printed
+
+
+def test_only_empty_answers_are_counted(server, tmp_path, monkeypatch, capsys):
+    null = (200, b'{"choices": [{"message": {"content": null}}]}')
+    server.fault = lambda number, body: null if number < 3 else None
+    options = (*NEEDLES, "--api", "chat", "--num-concurrent", "1")
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *options)
+    assert code == 0, printed
+    assert "2 of 15 answers are empty" in printed
 
 
 @pytest.mark.parametrize("key", ["sk-\u00e9t\u00e9", "sk a"])

@@ -63,6 +63,7 @@ from farspan.workflows.eval_models import load_eval_model
 from farspan.workflows.evaluate_engine import (
     check_engine_options,
     connect_eval_model,
+    empty_notes,
     served_evaluations,
     token_notes,
 )
@@ -248,6 +249,7 @@ class _EvalRun:
         follows = self.has_baseline and compared is None
         samples = _run_cells(model, evaluations, cells, self, follows)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
+        notes += empty_notes(model, samples)
         if (self.config.batch_size or 1) > 1:
             notes += (
                 f"{self.config.batch_size} prompts were answered at a time, so rounding can make "

@@ -115,6 +115,19 @@ def served_evaluations(
     )
 
 
+def empty_notes(model: EvalModel, samples: Sequence[Sequence[Sample]]) -> tuple[str, ...]:
+    """A server can answer with no text, which scores nothing."""
+    answers = [each.get("prediction", each.get("said")) for group in samples for each in group]
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    empty = sum(not text.strip() for text in texts)
+    if not isinstance(model.model, Engine) or not empty:
+        return ()
+    return (
+        f"{empty} of {len(texts)} answers are empty; a model that thinks first may have used up "
+        "the tokens of its answer",
+    )
+
+
 def token_notes(model: EvalModel, samples: Sequence[Sequence[Sample]]) -> tuple[str, ...]:
     """Prompts as text may have other numbers of tokens for the server."""
     exact = [each for group in samples for each in group if each["eval"] in EXACT]
