@@ -100,8 +100,7 @@ def evaluate(
     baseline, gate: a second model, and conditions such as "ppl@512<=1.05x".
     preset: quick (less text, on a CPU the default) or full.
     settings: EvalConfig's: lengths, data, mode, metric, stride, budget, windows, beams, limit,
-        seed, tasks, apply_chat_template, system_instruction, threshold, batch_size,
-        engine.
+        seed, tasks, apply_chat_template, system_instruction, threshold, batch_size, engine.
     position: the position encoding of a llama checkpoint, for the model and the baseline.
     bos: yes, no or auto: whether texts begin with a begin-of-text token.
     device_map: as in transformers, for models that one device does not hold.
