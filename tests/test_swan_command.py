@@ -139,7 +139,11 @@ def test_scales_after_swan_go_to_its_global_layers(tiny, tmp_path):
         ("swan", ["tune=fair"], "swan does not use tune=fair"),
         ("swan+yarn", [], r"swan\+yarn sets rotation twice: .* choose one of them"),
         ("swan+drope", [], r"swan\+drope sets rotation twice"),
-        ("swan+swan", [], r"swan\+swan names swan 2 times, and it would train once; name it once"),
+        (
+            "swan+swan",
+            [],
+            r"swan\+swan has swan 2 times, and only one .* take effect; write swan once",
+        ),
         ("continue+continue", [], r"names continue 2 times"),
         ("uniform+swan", [], "scales attention twice or too early"),
         ("swan", ["swan.global_share=0"], "swan.global_share is 0; choose a share"),

@@ -154,11 +154,11 @@ def parse_methods(method: str) -> list[str]:
 def check_combination(method: str) -> None:
     """Refuse known methods that cannot follow each other."""
     names = method.split("+")
-    fitted_once = [name for name in names if name in SCALE_METHODS or name in ROPE_METHODS]
-    if repeated := [name for name in fitted_once if fitted_once.count(name) > 1]:
+    repeated = next((name for name in names if names.count(name) > 1), "")
+    if repeated:
         raise FarspanError(
-            f"{method} has {repeated[0]} {len(repeated)} times, and only the last would take "
-            f"effect; write {repeated[0]} once"
+            f"{method} has {repeated} {names.count(repeated)} times, and only one of them would take "
+            f"effect; write {repeated} once"
         )
     rotary = [name for name in names if name in ROPE_METHODS]
     if len(rotary) > 1:
@@ -176,12 +176,6 @@ def check_combination(method: str) -> None:
         raise FarspanError(
             f"{method} scales attention twice or too early; write the rotary method first, then "
             "one that scales"
-        )
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise FarspanError(
-            f"{method} names {repeated} {names.count(repeated)} times, and it would train once; "
-            "name it once, with more tuning.steps"
         )
 
 
