@@ -142,9 +142,9 @@ def test_scales_after_swan_go_to_its_global_layers(tiny, tmp_path):
         (
             "swan+swan",
             [],
-            r"swan\+swan has swan 2 times, and only one .* take effect; write swan once",
+            r"has swan 2 times, and only one of them .*; write swan once",
         ),
-        ("continue+continue", [], r"names continue 2 times"),
+        ("continue+continue", [], r"has continue 2 times"),
         ("uniform+swan", [], "scales attention twice or too early"),
         ("swan", ["swan.global_share=0"], "swan.global_share is 0; choose a share"),
         ("swan", ["swan.length=1024"], "swan.length is 1024, more than the train length of 512"),

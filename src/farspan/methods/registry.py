@@ -157,8 +157,8 @@ def check_combination(method: str) -> None:
     repeated = next((name for name in names if names.count(name) > 1), "")
     if repeated:
         raise FarspanError(
-            f"{method} has {repeated} {names.count(repeated)} times, and only one of them would take "
-            f"effect; write {repeated} once"
+            f"{method} has {repeated} {names.count(repeated)} times, and only one of them would "
+            f"take effect; write {repeated} once"
         )
     rotary = [name for name in names if name in ROPE_METHODS]
     if len(rotary) > 1:
