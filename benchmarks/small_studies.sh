@@ -7,7 +7,7 @@
 # cells are lines for docs/records. JOBS processes share the cells of a step. Rerun to resume:
 # finished models and cells are not repeated.
 #
-# STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants kept swan
+# STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants kept swan long
 # sharpened peers train-again extend-again small-swan. extend-nope and extend-rope are the two halves
 # of extend, which writes the results of both. Calls with other steps and the same OUT can share a
 # GPU.
@@ -15,7 +15,7 @@
 # SETTINGS="report_windows=1 passkeys=1 extension.choose_windows=1 …".
 set -euo pipefail
 data=$1 out=$(realpath -m "$2")
-all="train-nope train-rope extend variants kept swan sharpened peers train-again"
+all="train-nope train-rope extend variants kept swan long sharpened peers train-again"
 all="$all extend-again small-swan"
 STEPS=${STEPS:-$all} JOBS=${JOBS:-1} NOPE=${NOPE:-small-nope} ROPE=${ROPE:-small-rope}
 SETTINGS=${SETTINGS:-} FARSPAN=${FARSPAN:-farspan}
@@ -53,7 +53,7 @@ train() { # NAME SEED RUNS
     say "$1, seed $2, is trained"
 }
 
-swan_peers='"none", "swan:swan.tokens=7536640",
+swan_peers='"none", "swan", "swan:swan.long=0.25", "swan:swan.tokens=7536640",
     "yarn:tune=fair,tuning.steps=115,tuning.batch=8,tuning.micro_batch=2",
     "drope:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.lr=0.001",
     "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512", "yarn"'
@@ -87,6 +87,8 @@ for step in $STEPS; do
             "methods={$NOPE=[\"headscale:$kept\", \"headlog:$kept\"]}" ;;
         swan) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
+        long) study long swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
+            report_windows=120 "methods={$ROPE=[\"none\", \"swan:swan.long=0.125\"]}" ;;
         sharpened) study sharpened swan "$out/runs" "search=$out/books-passkeys.toml" \
             "seeds=[0, 1, 2]" report_windows=120 \
             "methods={$ROPE=[\"swan+headlog:search.answers=0.125\"]}" ;;

@@ -12,6 +12,7 @@
 # needles OUT/needles: one needle, and one of four
 # ruler   OUT/ruler-*: base and conversion, as completion and as chat; needs the haystack ESSAYS, a
 #         JSON Lines file of Paul Graham's essays. OUT/ruler-*.txt is what each of them prints.
+# yarn    OUT/yarn and OUT/ruler-yarn: the same for an extension by YaRN, as completion
 #
 # For a trial of the script on a CPU: rope-twin as the model, TO=1024 FAR=2048 SHORTEST=256
 # WINDOWS=2 KEYS=1 LIMIT=2 BOOK=20000 and swan.tokens=16384.
@@ -20,14 +21,15 @@ model=$1 data=$2 out=$3
 shift 3
 TO=${TO:-65536} FAR=${FAR:-131072} SHORTEST=${SHORTEST:-1024}
 FIT=${FIT:-$FAR} # the length that scales are fitted on
-WINDOWS=${WINDOWS:-27} KEYS=${KEYS:-20} LIMIT=${LIMIT:-50} SAMPLES=${SAMPLES:-20}
+WINDOWS=${WINDOWS:-27} FAR_WINDOWS=${FAR_WINDOWS:-64} # of each text, for TO and FAR
+KEYS=${KEYS:-20} LIMIT=${LIMIT:-50} SAMPLES=${SAMPLES:-20}
 BOOK=${BOOK:-330000} # characters of a book that has FAR tokens
 STEPS=${STEPS:-extend judge needles}
 FARSPAN=${FARSPAN:-farspan} PYTHON=${PYTHON:-python}
 here=$(dirname "$0")
 mkdir -p "$out"
 
-# 12 long books choose, the next 30 judge; no step of training reads either.
+# 12 long books choose, the next 64 judge; no step of training reads either.
 [ -e "$out/rest.jsonl" ] || $PYTHON - "$data" "$out" "$BOOK" <<'PYTHON'
 import itertools, json, lzma, sys
 from pathlib import Path
@@ -35,7 +37,7 @@ from pathlib import Path
 data, out, characters = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 with lzma.open(data / "books_train_b.jsonl.xz", "rt", encoding="utf-8") as lines:
     long = (line for line in lines if len(json.loads(line)["text"]) > characters)
-    for name, count in (("choose", 12), ("rest", 30)):
+    for name, count in (("choose", 12), ("rest", 64)):
         (out / f"{name}.jsonl").write_text("".join(itertools.islice(long, count)), encoding="utf-8")
 PYTHON
 
@@ -63,7 +65,7 @@ extend() { # FOLDER MODEL OPTIONS…
 judge() { # FILE OPTIONS…
     [ -e "$out/$1" ] || $PYTHON "$here/conversion.py" "$out/headlog" --out "$out/$1" \
         --text "$data/books_val.jsonl.xz" --text "$data/pg19_test_a.jsonl.xz" \
-        --text "$out/rest.jsonl" --windows "$WINDOWS" --group 64k "${@:2}"
+        --text "$out/rest.jsonl" --group 64k "${@:2}"
 }
 
 ruler() { # NAME MODEL OPTIONS…
@@ -82,8 +84,10 @@ for step in $STEPS; do
                 search.micro_batch=1 search.quick=true search.passkeys=0 choose_windows=4
             ;;
         judge)
-            judge 64k.json --longest "$TO" --shortest "$SHORTEST" --keys "$KEYS"
-            judge 128k.json --longest "$FAR" --shortest $((FAR / 16)) --keys $(((KEYS + 3) / 4))
+            judge 64k.json --longest "$TO" --shortest "$SHORTEST" --windows "$WINDOWS" \
+                --keys "$KEYS"
+            judge 128k.json --longest "$FAR" --shortest $((FAR / 16)) --windows "$FAR_WINDOWS" \
+                --keys $(((KEYS + 3) / 4))
             ;;
         needles)
             $FARSPAN eval "$out/headlog" --suite needle --tasks single,multi-key \
@@ -98,6 +102,10 @@ for step in $STEPS; do
             ruler base-chat "$model" --apply-chat-template & pids+=($!)
             for pid in "${pids[@]}"; do wait "$pid" || failed=$?; done
             [ "$failed" = 0 ] || exit "$failed"
+            ;;
+        yarn)
+            extend yarn "$model" --to "$TO" --method yarn choose_windows=2
+            ruler yarn "$out/yarn"
             ;;
         *) echo "unknown step $step" >&2 && exit 2 ;;
     esac

@@ -76,7 +76,6 @@ BOUNDS_OF_COST = {
         "DECODED",
     ): "cost: any number of steps with a cache shows a dropped mask",
     ("attention/small_config.py", "MIN_LAYERS"): "cost: more layers repeat the pattern",
-    ("methods/distill.py", "GPU_BUDGET"): "cost: logits in the memory of a GPU at once",
 }
 CONDITIONALS = (ast.If, ast.IfExp, ast.While)
 OPERATORS = {

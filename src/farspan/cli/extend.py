@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from farspan.workflows.extend import ExtendEstimate, ExtendResult
 
 
+SWAN_DETAILS = ("choice", "distillation", "long_windows")  # of the record, in --json
+
 Target = Annotated[
     str, typer.Option("--to", metavar="LENGTH", help="Target length in tokens, e.g. 2048 or 16k.")
 ]
@@ -138,7 +140,7 @@ def extend_command(
                 "folder": str(extension.folder),
                 "cache_bytes": extension.cache,
                 "notes": list(extension.notes),
-                **{key: details[key] for key in ("choice", "distillation") if key in details},
+                **{key: details[key] for key in SWAN_DETAILS if key in details},
             }
         )
     else:
@@ -215,9 +217,10 @@ def _show_details(extension: ExtendResult) -> None:
             f"[dim]{search['method']}, learning rate {search['lr']:g}[/] {search['end']}"
             f"{passkeys if search['passkeys'] else ''}"
         )
-    if plan := extension.details.get("distillation"):
-        size = f"{plan['steps']:,} steps of {plan['batch']} windows of {plan['length']:,}"
-        print_line(f"[dim]distilled on[/] {plan['tokens']:,} tokens: {size}")
+    for key, done in (("distillation", "distilled on"), ("long_windows", "then trained on")):
+        if plan := extension.details.get(key):
+            size = f"{plan['steps']:,} steps of {plan['batch']} windows of {plan['length']:,}"
+            print_line(f"[dim]{done}[/] {plan['tokens']:,} tokens: {size}")
     before, after = extension.cache["before"], extension.cache["after"]
     if after["at_target"] < before["at_target"]:
         less = before["at_target"] / after["at_target"]

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from farspan.model.compile import compile_layers, decoder_layers, prefer_cudnn
-from farspan.model.loss import BUDGET, mean_kl
-
-GPU_BUDGET = 1 << 28  # logits held at once on a GPU
+from farspan.model.loss import BUDGET, GPU_BUDGET, mean_kl
 
 
 def make_teacher(model: PreTrainedModel) -> PreTrainedModel:

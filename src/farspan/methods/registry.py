@@ -350,9 +350,11 @@ def search_windows(
     if "swan" not in names:
         return length, count
     plan = DistillPlan.make(config.swan, config.tuning, train_length)
+    long = config.swan.long_plan(train_length, to)
+    tokens = plan.tokens + (long.tokens if long else 0)
     if list(names) == ["swan"]:
-        return plan.length, config.search_windows or plan.steps * plan.batch
-    return length, config.search_windows or max(count, math.ceil(plan.tokens / length))
+        length = long.length if long else plan.length
+    return length, config.search_windows or max(count, math.ceil(tokens / length))
 
 
 def _windows_read(names: Sequence[str], config: ExtendConfig) -> int:

@@ -47,6 +47,7 @@ from farspan.methods.layer_costs import (
     measure_layers,
     rows_with_repeats,
 )
+from farspan.methods.long_windows import LongPlan, check_long_length, train_on_long_windows
 from farspan.methods.rope import existing_rope_scaling
 from farspan.methods.tuning import (
     LossModule,
@@ -64,7 +65,7 @@ ROTATIONS = ("fast", "none")
 LOSSES = ("kl", "cross-entropy")
 LEARNING_RATE = 1e-3
 MIN_LENGTH = 2  # one token predicts nothing
-MAX_WINDOW, MAX_LENGTH = 512, 8192
+MAX_WINDOW, MAX_LENGTH, MAX_LONG_LENGTH = 512, 8192, 32_768
 SLOPES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)  # of the scales of global layers
 BATCH_TOKENS = 65_536
 
@@ -80,10 +81,12 @@ class SwanConfig:
     max_period: int = 0  # of the dimensions that global layers rotate, in tokens; 0: L/2
     spacing: int = 2  # measured layers are at least this far apart
     measured_rows: int = 8  # windows of text that layers are measured on
-    tokens: int = 32_000_000  # of distillation
+    tokens: int = 32_000_000  # of training
     length: int = 0  # of its windows; 0: L, at most 8,192
     loss: str = "kl"  # kl: from the base; cross-entropy: on the text
     short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
+    long: float = 0.0  # share of the tokens read last, in windows of long_length, by cross-entropy
+    long_length: int = 0  # 0: the target, at most 32,768
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
     answers: float = 0.01  # weight of the cross-entropy of their answers beside the KL
@@ -107,9 +110,19 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
                 )
+        if not 0 <= self.long < 1:
+            raise FarspanError(
+                f"swan.long is {self.long:g}; choose a share from 0 to less than 1, because the "
+                "base teaches on the other tokens"
+            )
         for name in ("max_loss", "answers"):
             if not getattr(self, name) >= 0:
                 raise FarspanError(f"swan.{name} is {getattr(self, name):g}; choose 0 or more")
+        if self.long_length and not self.long:
+            raise FarspanError(
+                f"without swan.long, swan.long_length={self.long_length} would have no effect; set "
+                "swan.long to a share of the tokens, or remove it"
+            )
         if self.repeats + self.facts > 1:
             raise FarspanError(
                 f"swan.repeats and swan.facts are {self.repeats + self.facts:g} together; "
@@ -120,8 +133,8 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
                 )
-        minima = (("window", MIN_WINDOW), ("length", MIN_LENGTH), ("max_period", MIN_PERIOD))
-        for name, minimum in minima:
+        minima = {"window": MIN_WINDOW, "length": MIN_LENGTH, "long_length": MIN_LENGTH}
+        for name, minimum in (minima | {"max_period": MIN_PERIOD}).items():
             if getattr(self, name) and getattr(self, name) < minimum:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
@@ -156,6 +169,14 @@ class SwanConfig:
             )
         return length
 
+    def long_plan(self, train_length: int, target: int) -> LongPlan | None:
+        """The size of the training on long windows, None without it."""
+        if not self.long:
+            return None
+        length = self.long_length or min(MAX_LONG_LENGTH, target)
+        check_long_length(length, train_length, target)
+        return LongPlan.make(self.long * self.tokens, length)
+
 
 @dataclass(frozen=True)
 class DistillPlan:
@@ -175,7 +196,8 @@ class DistillPlan:
             micro_batch = largest_micro_batch(batch, length)
         micro_batch = min(batch, micro_batch)
         split_batch(batch, micro_batch)  # refused here, before layers are measured
-        steps = tuning.steps or max(1, round(config.tokens / (batch * length)))
+        tokens = (1 - config.long) * config.tokens
+        steps = tuning.steps or max(1, round(tokens / (batch * length)))
         return cls(length, batch, micro_batch, steps)
 
     @property
@@ -186,7 +208,8 @@ class DistillPlan:
 def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: TuningConfig) -> Patch:
     """Choose the global layers, change the layout, and distill the base into the changed model."""
     plan = DistillPlan.make(config, tuning, job.train_length)
-    job = job.with_windows(plan.length)
+    long_plan = config.long_plan(job.train_length, job.target)
+    whole, job = job, job.with_windows(plan.length)
     teacher = make_teacher(model)
     layout = _stored_layout(model, teacher, job, config)
     job.details["layout"] = layout.to_json()
@@ -196,6 +219,12 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
         set_layout(model, layout)
         with compiled(model, teacher):
             weights = _distill(model, teacher, job, config, tuning, plan)
+            del teacher
+            if long_plan is not None:
+                job.details["long_windows"] = {**vars(long_plan), "tokens": long_plan.tokens}
+                rows = _recall_rows(job, config)
+                with weights_override(model, weights):
+                    weights |= train_on_long_windows(model, whole, long_plan, tuning, rows)
         scales = None
         if config.sharpen:
             with weights_override(model, weights):

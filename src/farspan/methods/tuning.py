@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, largest_micro_batch, shared_batch
+from farspan.model.loss import BUDGET, GPU_BUDGET, training_loss
 from farspan.train.loop import StepMetrics, TrainPlan, train
 from farspan.train.optim import OptimizerConfig, make_optimizers
 from farspan.train.sharding import data_parallel
@@ -53,9 +53,9 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
+        budget = GPU_BUDGET if ids.is_cuda else BUDGET
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
-            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+            return training_loss(self.model, ids, budget=budget)
 
 
 def tune_weights(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from farspan.batching import run_in_batches
@@ -22,7 +23,7 @@ from farspan.errors import FarspanError
 from farspan.model.compile import raise_recompile_limit
 from farspan.model.transformer import FarspanModel
 
-BUDGET = 1 << 24  # logits held at once
+BUDGET, GPU_BUDGET = 1 << 24, 1 << 28  # logits held at once
 
 
 @torch.no_grad()
@@ -107,6 +108,32 @@ def mean_loss(
         weights += answer_weight * marks.shape[1] * marks / by_row
     weights /= weights.numel()
     return _HeadLoss.apply(output.last_hidden_state, output, model, ids, weights, budget)
+
+
+def training_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:
+    """The mean of token_losses(model, ids), with a gradient to all weights.
+
+    Logits are computed again in the backward pass, so that at most `budget` of them exist at once:
+    those of a long window take more memory than all activations of a small model.
+
+    >>> training_loss(model, ids).backward()
+    """
+    output = decoder_output(model, ids)
+
+    def loss_of_rows(hidden: Tensor, targets: Tensor) -> Tensor:
+        chunk = copy.copy(output)
+        chunk.last_hidden_state = hidden
+        logits = head_logits(model, chunk, slice(None))
+        rows = logits.to(_loss_dtype(logits)).flatten(0, 1)
+        return F.cross_entropy(rows, targets.flatten(), reduction="sum")
+
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = max(1, budget // (ids.shape[0] * vocabulary))
+    pairs = zip(
+        output.last_hidden_state[:, :-1].split(rows, 1), ids[:, 1:].split(rows, 1), strict=True
+    )
+    sums = [checkpoint(loss_of_rows, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(sums).sum() / ids[:, 1:].numel()
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -218,7 +218,11 @@ def _estimate(prepared: Prepared) -> tuple[ExtendEstimate, list[Stage]]:
     distilled: dict[str, Any] = {}
     if "swan" in candidates:
         cost = distillation_cost(model, prepared.layers, job, run.config)
-        distilled = {"tokens": cost.tokens, "steps": cost.steps, "flops": cost.flops}
+        distilled = {
+            "tokens": cost.tokens,
+            "steps": cost.steps + cost.long_steps,
+            "flops": cost.flops + cost.long_flops,
+        }
     more_notes = _distillation_notes(run, distilled.get("tokens", 0), text["search"])
     estimate = ExtendEstimate(
         tuple(candidates),

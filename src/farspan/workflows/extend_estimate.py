@@ -84,12 +84,13 @@ def extension_stages(
 
 @dataclass(frozen=True)
 class DistillCost:
-    """The size of a distillation run and its matrix products."""
+    """The size of a conversion's training and its matrix products."""
 
     tokens: int
     steps: int
-    length: int
     flops: float
+    long_steps: int = 0
+    long_flops: float = 0.0
 
 
 def distillation_cost(
@@ -98,7 +99,11 @@ def distillation_cost(
     plan = DistillPlan.make(config.swan, config.tuning, job.train_length)
     converted = planned_layers(layers, config.swan, job.train_length)
     flops = plan.tokens * distillation_flops(model, converted, layers, plan.length)
-    return DistillCost(plan.tokens, plan.steps, plan.length, flops)
+    long = config.swan.long_plan(job.train_length, job.target)
+    if long is None:
+        return DistillCost(plan.tokens, plan.steps, flops)
+    long_flops = long.tokens * distillation_flops(model, converted, (), long.length)
+    return DistillCost(plan.tokens + long.tokens, plan.steps, flops, long.steps, long_flops)
 
 
 def _method_stages(
@@ -122,9 +127,13 @@ def _method_stages(
     elif name == "swan":
         model, layers = speed.forward.model, speed.forward.layers
         distilling = distillation_cost(model, layers, job, config)
-        passes = config.swan.measured_rows * speed.forward.of(distilling.length)
+        length = config.swan.length_for(job.train_length)
+        passes = config.swan.measured_rows * speed.forward.of(length)
         yield Stage("measure layers", 2 * len(layers) * passes)
         yield Stage("distill", distilling.flops / speed.forward.rate, distilling.steps)
+        if distilling.long_steps:
+            seconds = distilling.long_flops / speed.forward.rate
+            yield Stage("lengthen", seconds, distilling.long_steps)
         if config.swan.sharpen:
             yield Stage("sharpen", len(SLOPES) * choose)
     elif name in ROPE_SCALINGS and not config.tune:
