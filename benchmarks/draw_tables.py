@@ -37,17 +37,21 @@ Record = dict[str, Any]
 
 
 def select(source: str) -> list[Record]:
-    """The lines of a file, or those of one group; cells of a study like other conversions."""
+    """The lines of a file, FILE, or those of one group, FILE#GROUP; cells of a study like other
+    conversions, with the windows of all their texts, or of some: FILE@TEXT+TEXT."""
+    source, _, texts = source.partition("@")
     file, _, group = source.partition("#")
     lines = [line for line in records(file) if not group or line.get("group") == group]
     if not lines:
         sys.exit(f"no line of docs/records/{file}.jsonl has the group {group!r}")
     if any("label" not in line for line in lines):
         sys.exit(f"a line of docs/records/{file}.jsonl has no label, the name of its row; add one")
-    return like_conversions(lines, source) if "same_tokens" in lines[0] else lines
+    if "same_tokens" in lines[0]:
+        return like_conversions(lines, source, texts.split("+") if texts else [])
+    return lines
 
 
-def like_conversions(cells: Sequence[Record], source: str) -> list[Record]:
+def like_conversions(cells: Sequence[Record], source: str, texts: Sequence[str]) -> list[Record]:
     """Cells of a study, whose base is another cell and whose windows stand by text."""
     bases = [index for index, cell in enumerate(cells) if cell["method"] == "none"]
     if len(bases) != 1:
@@ -55,11 +59,22 @@ def like_conversions(cells: Sequence[Record], source: str) -> list[Record]:
             f"{source} has {len(bases)} cells with the method none, the base of the others; "
             "give each training its own file or group"
         )
+    by_text = cells[0]["same_tokens"]
+    texts = texts or list(by_text)
+    if unknown := set(texts) - set(by_text):
+        sys.exit(f"{source} has no text {min(unknown)}; choose from {', '.join(by_text)}")
     windows = [
         {
-            context: [value for text in cell["same_tokens"].values() for value in text[context]]
-            for context in next(iter(cell["same_tokens"].values()))
+            context: [loss for text in texts for loss in cell["same_tokens"][text][context]]
+            for context in by_text[texts[0]]
         }
+        for cell in cells
+    ]
+    # Cells of earlier releases do not name the document of a window.
+    documents = [
+        [f"{text} {number}" for text in texts for number in cell["documents"][text]]
+        if "documents" in cell
+        else None
         for cell in cells
     ]
     length = str(cells[bases[0]]["train_length"])
@@ -68,9 +83,10 @@ def like_conversions(cells: Sequence[Record], source: str) -> list[Record]:
         {
             "label": cell["label"],
             "losses": {"base": base, "patch": own},
+            "documents": own_documents,
             "passkeys": {"patch": cell["passkey"]},
         }
-        for cell, own in zip(cells, windows, strict=True)
+        for cell, own, own_documents in zip(cells, windows, documents, strict=True)
     ]
 
 
@@ -96,8 +112,9 @@ def losses(*sources: str) -> Table:
                 for context, values in by_length(contexts).items()
             }
             if name != "base":
+                documents = record.get("documents")
                 columns = {
-                    context: paired_difference(values) if values.any() else "0"
+                    context: paired_difference(values, documents) if values.any() else "0"
                     for context, values in differences.items()
                 }
                 windows = len(next(iter(differences.values())))

@@ -106,6 +106,32 @@ def test_a_new_line_is_a_new_row(tables, monkeypatch):
     assert tables.with_tables(text) == text
 
 
+def test_cells_are_compared_on_the_texts_of_the_mark(tables, monkeypatch):
+    """With bounds over documents where the cells name them: two windows of one have no bound."""
+    cell = {"passkey": {}, "train_length": 8, "documents": {"books": [0, 0, 1, 1], "math": [7, 7]}}
+    base = {"books": {"8": [1.0, 1.0, 2.0, 2.0]}, "math": {"8": [5.0, 5.0]}}
+    own = {"books": {"8": [1.5, 2.5, 2.5, 3.5]}, "math": {"8": [5.0, 7.0]}}
+    lines = [
+        {**cell, "label": "trained", "method": "none", "same_tokens": base},
+        {**cell, "label": "mine", "method": "swan", "same_tokens": own},
+    ]
+    monkeypatch.setattr(tables, "records", lambda _: lines)
+
+    def row(source: str) -> str:
+        text = tables.with_tables(f"<!-- table: losses {source} -->\n<!-- end -->\n")
+        return next(line for line in text.splitlines() if "mine" in line)
+
+    assert row("run@books") == "| mine | 4 | +1.000 ± 0.000 |", "both books lose 1 on average"
+    assert row("run@math") == "| mine | 2 | +1.000 |"
+    assert row("run").startswith("| mine | 6 | +1.000 ±")
+    assert row("run@books+math") == row("run")
+    for each in lines:  # of earlier releases
+        del each["documents"]
+    assert row("run@books") == "| mine | 4 | +1.000 ± 0.566 |"
+    with pytest.raises(SystemExit, match="run has no text code; choose from books, math"):
+        row("run@code")
+
+
 def test_variants_of_a_line_are_rows_by_name(tables, monkeypatch):
     shares = {"n": 10, "patch": {"8": 1.0}, "slope 0.1": {"8": 0.5}}
     monkeypatch.setattr(tables, "records", lambda _: [{**LINE, "passkeys": shares}])
