@@ -124,6 +124,8 @@ def test_unknown_method_gets_a_suggestion():
             dict(report=("a/books.txt", "b/books.jsonl")),
             r"report has texts with equal names \(books, books\), .*; rename a file",
         ),
+        (dict(beyond={"3": 1.0}), "beyond names 3, .*; choose from the factors 2, 4, 8"),
+        (dict(beyond={"8": 0.5}), "search.beyond is 0.5; choose a factor from 1 to 2"),
     ],
 )
 def test_refuses_a_study_that_could_not_finish(settings, message):
@@ -392,10 +394,42 @@ def test_settings_that_came_later_leave_the_keys_of_cells_alone():
     """Results of earlier versions are found again where a later setting has its default."""
     study = ReproduceStudy({"nope-twin": ("none",)})
     later = {"max_steps", "min_gain", "quick", "passkeys", "answers", "tail"}
-    assert not later & _settings(study)["extension"]["search"].keys()
+    settings = _settings(study, 2)
+    assert not later & settings["extension"]["search"].keys()
+    assert not {"long", "long_length"} & settings["extension"]["swan"].keys()
+    assert "beyond" not in settings
     search = replace(study.extension.search, min_gain=0.01)
     changed = replace(study, extension=replace(study.extension, search=search))
-    assert _settings(changed)["extension"]["search"]["min_gain"] == 0.01
+    assert _settings(changed, 2)["extension"]["search"]["min_gain"] == 0.01
+    swan = replace(study.extension.swan, long=0.5)
+    changed = replace(study, extension=replace(study.extension, swan=swan))
+    assert _settings(changed, 2)["extension"]["swan"]["long"] == 0.5
+
+
+def test_search_windows_reach_beyond_the_target_by_factor(tiny, monkeypatch):
+    """Wang 2024 searches on 18K for 16K, and up to the target elsewhere."""
+    study = read_study("extend-small")
+    assert [study.extension_for(factor).search.beyond for factor in (2, 4, 8)] == [1, 1, 1.125]
+    lengths: dict[int, int] = {}
+    fit = reproduce_workflow.fit_methods
+
+    def watched(model, layers, job, *arguments):
+        lengths[job.target] = job.search.shape[1]
+        return fit(model, layers, job, *arguments)
+
+    monkeypatch.setattr(reproduce_workflow, "fit_methods", watched)
+    overrides = ['methods.nope-twin=["headscale:search.init=1.2"]', "grids=[]", "seeds=[0]"]
+    overrides += ["factors=[2, 4]", "report_factor=4", "extension.search.beyond=1.0"]
+    overrides += ['beyond={"4"=1.25}']
+    reproduce(str(tiny / "study.toml"), overrides, tiny / "out")
+    assert lengths == {64: 64, 128: 160}
+
+
+def test_a_factor_changes_the_key_of_its_own_cells_only():
+    study = ReproduceStudy({"nope-twin": ("none",)})
+    changed = replace(study, beyond={"4": 1.0})
+    assert _settings(changed, 2) == _settings(study, 2)
+    assert _settings(changed, 4) != _settings(study, 4)
 
 
 def test_cells_of_default_searches_depend_on_the_defaults(monkeypatch):

@@ -56,6 +56,7 @@ from farspan.methods.registry import (
     make_fit_job,
     search_windows,
 )
+from farspan.methods.swan import SwanConfig
 from farspan.methods.uniform import full_grid
 from farspan.model import FarspanConfig
 from farspan.model.compile import prefer_cudnn
@@ -203,7 +204,8 @@ def _results_of_last_run(study: ReproduceStudy, out: Path, say: Say) -> list[Res
     for file in files:
         result = store.get(file.stem)
         description = read_json(file)["description"] if result is not None else {}
-        if result is not None and description.get("settings") == _settings(study):
+        settings = _settings(study, description.get("factor", 1))
+        if result is not None and description.get("settings") == settings:
             results.append(((description.get("format"), description.get("texts")), result))
     return [result for run, result in results if run == results[-1][0]]
 
@@ -237,7 +239,8 @@ def _result_line(result: Result) -> str:
 
 def _describe(texts: StudyTexts, cell: AnyCell, folder: Path) -> dict[str, Any]:
     """Everything that the result of a cell depends on."""
-    shared = {"format": FORMAT, "settings": _settings(texts.study), "texts": texts.hashes}
+    settings = _settings(texts.study, getattr(cell, "factor", 1))
+    shared = {"format": FORMAT, "settings": settings, "texts": texts.hashes}
     if texts.benchmark_sources and isinstance(cell, StudyCell):
         shared["benchmarks"] = texts.benchmark_sources
     if isinstance(cell, StudyCell) and (plan := _search_defaults(texts.study, cell.method)):
@@ -263,10 +266,11 @@ def _search_defaults(study: ReproduceStudy, method: str) -> dict[str, Any]:
     return plan
 
 
-def _settings(study: ReproduceStudy) -> dict[str, Any]:
+def _settings(study: ReproduceStudy, factor: int) -> dict[str, Any]:
     """The settings that decide how a cell is measured, as JSON reads them back."""
+    study = replace(study, extension=study.extension_for(factor))
     # These decide which cells there are, and where files are.
-    excluded = ("methods", "factors", "seeds", "grids", "folder", "runs")
+    excluded = ("methods", "factors", "seeds", "grids", "folder", "runs", "beyond")
     settings = {name: value for name, value in asdict(study).items() if name not in excluded}
     if not study.same_tokens:  # as before there was such a setting
         del settings["same_tokens"]
@@ -275,6 +279,9 @@ def _settings(study: ReproduceStudy) -> dict[str, Any]:
     for name in ("max_steps", "min_gain", "quick", "passkeys", "answers", "tail"):
         if getattr(study.extension.search, name) == getattr(SearchConfig, name):
             del settings["extension"]["search"][name]
+    for name in ("long", "long_length"):
+        if getattr(study.extension.swan, name) == getattr(SwanConfig, name):
+            del settings["extension"]["swan"][name]
     if not study.extension.search.micro_batch:  # it changes no result; its default was 8
         settings["extension"]["search"]["micro_batch"] = 8
     return json.loads(json.dumps(settings))
@@ -430,8 +437,14 @@ class StudyTexts:
         needed = [("report", file, length * study.report_factor) for file in study.report]
         for method in filter("none".__ne__, study.methods[model]):
             names = method.partition(":")[0].split("+")
-            config = method_config(study.extension, method)
-            window, _ = search_windows(names, config, target, length)
+            configs = {
+                factor: method_config(study.extension_for(factor), method)
+                for factor in study.factors
+            }
+            window = max(
+                search_windows(names, config, length * factor, length)[0]
+                for factor, config in configs.items()
+            )
             needed += [("search", study.search, window), ("choose", study.choose, target)]
         if model in study.grids:
             needed.append(("choose", study.choose, 8 * length))
@@ -511,7 +524,8 @@ def _fit(
     Returns the patch and the details of the fit.
     """
     method, study = cell.method.partition(":")[0], texts.study
-    config = method_config(replace(study.extension, seed=cell.seed), cell.method)
+    extension = replace(study.extension_for(cell.factor), seed=cell.seed)
+    config = method_config(extension, cell.method)
     target = length * cell.factor
     windows = search_windows(method.split("+"), config, target, length)
     search = texts.search_windows(cell.model, tokenizer, *windows, length, cell.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class ReproduceStudy:
     grid_low: float = 0.8
     grid_high: float = 2.6
     extension: ExtendConfig = field(default_factory=ExtendConfig)
+    # Factor -> search.beyond of its cells; Wang 2024 searches beyond the target at 8 times only.
+    beyond: dict[str, float] = field(default_factory=dict)
     benchmarks: StudyBenchmarks = field(default_factory=StudyBenchmarks)
 
     def __post_init__(self):
@@ -67,6 +69,12 @@ class ReproduceStudy:
         if is_mixture(file) and (Path(file).is_file() or not path.is_file()):
             return find_mixture(file)
         return path
+
+    def extension_for(self, factor: int) -> ExtendConfig:
+        """The settings of methods for a target of `factor` train lengths."""
+        search = self.extension.search
+        beyond = self.beyond.get(str(factor), search.beyond)
+        return replace(self.extension, search=replace(search, beyond=beyond))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -113,6 +121,13 @@ class ReproduceStudy:
                 f"report_factor is {self.report_factor} and factors names {max(self.factors)}, so "
                 "that target would not be measured; raise report_factor"
             )
+        if unknown := set(self.beyond) - set(map(str, self.factors)):
+            raise FarspanError(
+                f"beyond names {min(unknown)}, which is no target of this study; choose from the "
+                f"factors {', '.join(map(str, self.factors))}"
+            )
+        for factor in self.factors:
+            self.extension_for(factor)  # refuses a share below 1
         for seed in self.seeds:
             if not 0 <= seed < 2**20:
                 raise FarspanError(f"seeds names {seed}; choose seeds from 0 to {2**20 - 1}")
