@@ -63,7 +63,12 @@ def on_page_content(html, page, **_):
     kind = "scrolled answers" if page.file.src_uri == "results.md" else "scrolled"
     begin = f'<div class="{kind}" role="region" aria-label="table" tabindex="0">'
     html = re.sub(r"<table>.*?</table>", rf"{begin}\g<0></div>", html, flags=re.DOTALL)
-    return re.sub(r"(<pre>(?:<span></span>)?<code)>", r'\1 tabindex="0">', html)
+    return html.replace("<pre><span></span><code>", '<pre tabindex="0"><span></span><code>')
+
+
+def on_post_page(output, **_):
+    """The theme's search has no name for screen readers."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
 
 
 def on_post_build(config):

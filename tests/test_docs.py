@@ -168,7 +168,7 @@ def test_tables_and_code_of_the_site_are_reached_by_the_keyboard(hooks):
         '<div class="scrolled" role="region" aria-label="table" tabindex="0"><table>'
     )
     assert "</table></div><p>" in plain
-    assert '<pre><span></span><code tabindex="0">x' in plain
+    assert '<pre tabindex="0"><span></span><code>x' in plain
     assert plain.endswith("<code>y</code>")
     assert results.startswith('<div class="scrolled answers"')
 
