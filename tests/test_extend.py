@@ -712,6 +712,13 @@ def test_a_search_on_a_patch_measures_and_keeps_all_of_it(tiny, tmp_path):
     assert again.patch.method == "swan+headlog+headlog"
 
 
+def test_a_start_for_other_layers_is_refused_before_anything_is_measured(tiny, monkeypatch):
+    monkeypatch.setattr(extend_workflow, "_announce", lambda prepared: pytest.fail("it starts"))
+    recipe = replace(FEW, search=replace(QUICK, init=(1.1, 1.2, 1.3)))
+    with pytest.raises(FarspanError, match="search.init has 3 scales, and 2 layers are scaled"):
+        extend(tiny / "none", 128, method="headscale", data=tiny / "text.txt", recipe=recipe)
+
+
 @pytest.mark.parametrize(
     ("first", "method", "search", "options", "message"),
     [

@@ -154,6 +154,36 @@ def test_searches_start_from_the_best_uniform_scale(monkeypatch):
     assert torch.allclose(growing.at(torch.tensor([float(TARGET)]))[..., 0], best, atol=1e-6)
 
 
+def test_searches_start_from_one_scale_for_each_layer():
+    """One step with a learning rate of almost 0 ends where the search started."""
+    model = BY_NAME["qwen3"].build()
+    job = job_for(model)
+    init = tuple(1 + 0.1 * layer for layer in range(len(job.layers)))
+    rows = torch.tensor(init)[:, None].expand(-1, job.heads)
+    still = replace(QUICK, steps=1, lr=(1e-9,), init=init)
+    assert torch.allclose(headscale(model, job, still).scales.base, rows, atol=1e-6)
+    growing = headlog(model, job, still).scales
+    assert torch.allclose(growing.base, torch.ones_like(rows), atol=1e-6)
+    assert torch.allclose(growing.at(torch.tensor([float(TARGET)]))[..., 0], rows, atol=1e-6)
+    for method in (headscale, headlog):
+        with pytest.raises(FarspanError, match="search.init has 1 scales, and 4 layers are scaled"):
+            method(model, job, replace(still, init=(1.1,)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init": -0.5}, "search.init is -0.5; choose 0 or more"),
+        ({"init": (1.1, 0.0)}, r"search.init is \[1.1, 0.0\]; choose one scale above 0"),
+        ({"init": ()}, "choose one scale above 0 for each scaled layer"),
+        ({"warmup": -1}, "search.warmup is -1; choose 0 or more"),
+    ],
+)
+def test_impossible_starts_are_refused(settings, message):
+    with pytest.raises(FarspanError, match=message):
+        SearchConfig(**settings)
+
+
 def test_the_choose_split_selects_the_learning_rate(monkeypatch):
     """Each search lowers the loss of what it reads; other text decides between them."""
     job = job_without_model()

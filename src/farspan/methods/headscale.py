@@ -76,7 +76,9 @@ class SearchConfig:
     lr: tuple[float, ...] | None = None  # each is tried; the choose split selects one
     warmup: int | None = None  # steps until the learning rate is reached
     constraint: bool = True  # λ̂ ≥ 1
-    init: float = 0.0  # the λ̂ to start from; 0: 1, with a number of steps the best uniform λ̂
+    # The λ̂ to start from, or one for each scaled layer; 0: 1, with a number of steps the best
+    # uniform λ̂
+    init: float | tuple[float, ...] = 0.0
     beyond: float = 1.125  # windows are so many times the target: Wang 2024 reads 18K for 16K
     repeats: float | None = None  # share of the windows with spans that stand twice
     spans: tuple[int, ...] = SPAN_SIZES  # tokens of such a span, at least and below
@@ -121,11 +123,16 @@ class SearchConfig:
                 f"search.spans is {list(self.spans)}; choose two lengths in tokens, the first 2 or "
                 "more and below the second"
             )
-        if self.init < 0 or (self.warmup or 0) < 0:
-            raise FarspanError(
-                f"search.init is {self.init:g} and search.warmup is {self.warmup or 0}; "
-                "choose 0 or more for both"
-            )
+        if isinstance(self.init, tuple):
+            if not self.init or min(self.init) <= 0:
+                raise FarspanError(
+                    f"search.init is {list(self.init)}; choose one scale above 0 for each scaled "
+                    "layer, or one number"
+                )
+        elif self.init < 0:
+            raise FarspanError(f"search.init is {self.init:g}; choose 0 or more")
+        if (self.warmup or 0) < 0:
+            raise FarspanError(f"search.warmup is {self.warmup}; choose 0 or more")
 
     @property
     def most_windows(self) -> int:
@@ -182,8 +189,10 @@ class SearchPlan:
 def headscale(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = None) -> Patch:
     """One constant λ̂ per head."""
     search = search or SearchConfig()
+    check_init(search, job)
     if job.start is None:
-        return _search(model, job, search, "headscale", job.uniform(_first(model, job, search)))
+        start = Scales(job.layers, _first(model, job, search))
+        return _search(model, job, search, "headscale", start)
     if not job.start.constant:
         raise FarspanError(
             f"the scales of {job.start_name} grow with the context, and headscale searches "
@@ -199,13 +208,14 @@ def headlog(model: PreTrainedModel, job: FitJob, search: SearchConfig | None = N
     search starts from that λ̂ at any length: a step at L from 1 to more would break the model.
     """
     search = search or SearchConfig()
+    check_init(search, job)
     if search.shared:
         return _shared_headlog(model, job, search)
     if job.start is not None:
         return _search(model, job, search, "headlog", _growing(job.start, job))
-    ones, length = torch.ones(len(job.layers), job.heads), job.train_length
-    slope = max(0.0, (_first(model, job, search) - 1) / _basis_at(job.target, "log", length))
-    scales = Scales(job.layers, ones, slope * ones, "log", length)
+    first, length = _first(model, job, search), job.train_length
+    slope = ((first - 1) / _basis_at(job.target, "log", length)).clamp(min=0)
+    scales = Scales(job.layers, torch.ones_like(first), slope, "log", length)
     return _search(model, job, search, "headlog", scales)
 
 
@@ -215,9 +225,8 @@ def _shared_headlog(model: PreTrainedModel, job: FitJob, search: SearchConfig) -
             f"search.shared=true cannot start from the scales of {job.start_name}, whose heads "
             "grow each by itself; extend the base model"
         )
-    ones, basis = torch.ones(len(job.layers), job.heads), _stock_basis(model, job.layers)
-    start = _first(model, job, search) * ones
-    relative = RelativeScales(job.layers, start, 0 * ones, basis, job.train_length)
+    first, basis = _first(model, job, search), _stock_basis(model, job.layers)
+    relative = RelativeScales(job.layers, first, 0 * first, basis, job.train_length)
     patch = _search(model, job, search, "headlog", relative)
     assert isinstance(patch.scales, RelativeScales)
     return replace(patch, scales=patch.scales.absolute())
@@ -247,9 +256,10 @@ def _growing(start: Scales, job: FitJob) -> Scales:
     return start
 
 
-def _first(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> float:
-    """The uniform λ̂ that a search starts from."""
-    return search.init or (best_uniform(model, job, search) if search.steps else 1.0)
+def _first(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> Tensor:
+    """The λ̂ that a search without a patch starts from, [layers, heads]."""
+    value = search.init or (best_uniform(model, job, search) if search.steps else 1.0)
+    return torch.tensor(value).reshape(-1, 1).expand(len(job.layers), job.heads).clone()
 
 
 def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> float:
@@ -260,15 +270,24 @@ def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> f
     return max(1.0, best) if search.constraint else best
 
 
+def check_init(search: SearchConfig, job: FitJob) -> None:
+    """Refuse a start that has no effect, or not one scale for each layer."""
+    if search.init and job.start is not None:
+        raise FarspanError(
+            f"the search starts from the scales of {job.start_name}, so search.init={search.init} "
+            "would have no effect; remove it"
+        )
+    if isinstance(search.init, tuple) and len(search.init) != len(job.layers):
+        raise FarspanError(
+            f"search.init has {len(search.init)} scales, and {len(job.layers)} layers are scaled "
+            f"({', '.join(map(str, job.layers))}); choose one for each, or one number"
+        )
+
+
 def _search(
     model: PreTrainedModel, job: FitJob, search: SearchConfig, method: str, start: Scales
 ) -> Patch:
     """Search with each learning rate; the loss on the choose split selects the result."""
-    if search.init and job.start is not None:
-        raise FarspanError(
-            f"the search starts from the scales of {job.start_name}, so search.init="
-            f"{search.init:g} would have no effect; remove it"
-        )
     plan = search.resolve(job.has_nope)
     if search.passkeys and job.tokenizer is None:
         raise FarspanError(

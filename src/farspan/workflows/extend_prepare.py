@@ -21,6 +21,7 @@ from farspan.data.windows import Windows, cut_windows
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError, first_line
 from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
+from farspan.methods.headscale import check_init
 from farspan.methods.job import FitJob
 from farspan.methods.presets import choose_preset, preset_config
 from farspan.methods.registry import (
@@ -177,6 +178,8 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     if run.start is not None:
         job = start_from(run.start, job, str(run.model))
         notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
+    if not {"swan", "drope"} & set(run.names):  # they leave other layers to scale
+        check_init(run.config.search, job)
     default = preset_config(run.preset)
     unused = unused_settings(run.names, layers, model, job, run.config, default)
     return Prepared(run, model, tokenizer, layers, splits, made, job, (*notes, *unused), begin)
