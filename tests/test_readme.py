@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 import farspan
 from farspan.cli import app
 from farspan.diagnosis.knees import KneeRule
-from farspan.methods import uniform
 from farspan.methods.registry import ExtendConfig
 
 ROOT = Path(__file__).parent.parent
@@ -24,13 +23,6 @@ LESS = {
     "extend": ["search_windows=1", "choose_windows=1", "report_windows=1", "passkeys=0"],
     "eval": ["--windows", "2"],
 }
-
-
-@pytest.fixture
-def coarse_grid(monkeypatch):
-    """Two scales to choose from, where a search tries some thirty."""
-    monkeypatch.setattr(uniform, "COARSE", (1.0, 1.2))
-    monkeypatch.setattr(uniform, "STEP", 0.2)
 
 
 def shell_lines() -> list[tuple[str, bool]]:
@@ -45,7 +37,7 @@ def shell_lines() -> list[tuple[str, bool]]:
 
 
 @pytest.mark.long
-def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
+def test_every_command_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = []
     for line, untested in shell_lines():
@@ -61,7 +53,7 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
 
 
 @pytest.mark.long
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, coarse_grid):
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     small = ExtendConfig(search_windows=1, choose_windows=1, report_windows=1, passkeys=0)
     quick_diagnose = partial(farspan.diagnose, windows=1, rule=KneeRule(noise=0))
     monkeypatch.setattr(farspan, "diagnose", quick_diagnose, raising=False)
