@@ -26,6 +26,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.lab import custom_tasks
 from farspan.lab import study as lab_study
 from farspan.lab.custom_tasks import CustomTask, SplitTask, load_custom_task
+from farspan.lab.examples import draw_examples
 from farspan.lab.fleet import Fleet
 from farspan.lab.networks import network_config
 from farspan.lab.released import read_examples
@@ -36,12 +37,14 @@ from farspan.lab.study import (
     list_cells,
     make_task_data,
 )
-from farspan.lab.tasks import TASKS, draw_examples
+from farspan.lab.tasks import TASKS
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model import FarspanForCausalLM
 from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
-from farspan.workflows.lab import dump, estimate, read_study, run, summarize
+from farspan.workflows import lab_training
+from farspan.workflows.lab import dump, read_study, run, summarize
+from farspan.workflows.lab_estimate import estimate
 
 DOCS = (Path(__file__).parent.parent / "docs" / "lab.md").read_text()
 TRUST = {"trust_remote_code": True}
@@ -366,7 +369,7 @@ def test_bad_tasks_are_refused_before_training(tmp_path, message):
 
 
 def test_too_few_examples_are_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab_workflow, "train_fleet", None)
+    monkeypatch.setattr(lab_training, "train_fleet", None)
     recipe = write_recipe(tmp_path, LINES, ("copy", "mine"))
     write_lines(tmp_path / "mine.jsonl", parity_rows(limit=4))
     with pytest.raises(FarspanError, match="mine has too few examples of 2 to 4 units to hold"):

@@ -26,6 +26,7 @@ from farspan.cells import cell_key
 from farspan.errors import FarspanError
 from farspan.lab import study as lab_study
 from farspan.lab.distance import BINS, attended_distance
+from farspan.lab.examples import draw_examples
 from farspan.lab.fleet import Fleet
 from farspan.lab.networks import ENCODINGS, NetworkShape, init_model, network_config
 from farspan.lab.ranking import (
@@ -53,22 +54,15 @@ from farspan.lab.study import (
     make_task_data,
     parse_length_range,
 )
-from farspan.lab.tasks import TASKS, draw_examples, find_task
+from farspan.lab.tasks import TASKS, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
+from farspan.workflows import lab_training
 from farspan.workflows.attention_analysis import compare_attention, theorems
-from farspan.workflows.lab import (
-    RECIPE_DIR,
-    LabResult,
-    dump,
-    estimate,
-    format_result,
-    read_study,
-    run,
-    summarize,
-    to_hf_tokenizer,
-)
+from farspan.workflows.lab import RECIPE_DIR, LabResult, dump, read_study, run, summarize
+from farspan.workflows.lab_estimate import estimate
+from farspan.workflows.lab_training import format_result, to_hf_tokenizer
 
 RECIPES = sorted(path.stem for path in RECIPE_DIR.glob("*.toml"))
 SMALL = """
@@ -289,18 +283,18 @@ def test_fleets_train_the_same_models_as_single_runs(finished, monkeypatch, tmp_
     """A GPU trains fleets, a CPU one model after the other: the results agree."""
     single = run(str(finished / "small.toml"), ["save=false"], finished / "out")
     monkeypatch.setattr(
-        lab_workflow,
+        lab_training,
         "group_fleets",
         lambda study, cells, tokenizer, max_models: group_fleets(study, cells, tokenizer, 64),
     )
     sizes = []
-    make_fleet = lab_workflow.make_fleet
+    make_fleet = lab_training.make_fleet
 
     def counting_make_fleet(study, cells, *arguments):
         sizes.append(len(cells))
         return make_fleet(study, cells, *arguments)
 
-    monkeypatch.setattr(lab_workflow, "make_fleet", counting_make_fleet)
+    monkeypatch.setattr(lab_training, "make_fleet", counting_make_fleet)
     stacked = run(str(finished / "small.toml"), ["save=false"], tmp_path)
     assert sizes == [4, 2, 2], "learned positions have as many rows as their task needs"
     for one, other in zip(single.entries, stacked.entries, strict=True):
@@ -318,9 +312,9 @@ def assert_equal_results(one: LabResult, other: LabResult) -> None:
 def test_workers_train_the_same_models(finished, tmp_path, monkeypatch, no_figures):
     single = run(str(finished / "small.toml"), ["save=false"], finished / "out")
     study = read_study(str(finished / "small.toml"), ["save=false"])
-    monkeypatch.setattr(lab_workflow, "end_with_parent", lambda: None)  # this is no worker process
-    lab_workflow._work_on_study(study, tmp_path, "cpu")
-    monkeypatch.setattr(lab_workflow, "train_fleet", None)  # nothing is left to train
+    monkeypatch.setattr(lab_training, "end_with_parent", lambda: None)  # this is no worker process
+    lab_training._work_on_study(study, tmp_path, "cpu")
+    monkeypatch.setattr(lab_training, "train_fleet", None)  # nothing is left to train
     shared = run(str(finished / "small.toml"), ["save=false", "processes=2"], tmp_path)
     assert_equal_results(single, shared)
 
@@ -819,11 +813,9 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, monkeypatch):
     assert_ends(int(file.read_text()))
 
     calls = []
-    monkeypatch.setattr(lab_workflow, "end_with_parent", lambda: calls.append("end_with_parent"))
-    monkeypatch.setattr(
-        lab_workflow, "_make_runner", lambda *study: calls.append("train") or Mock()
-    )
-    lab_workflow._work_on_study(read_study("lab-tiny"), tmp_path, "cpu")
+    monkeypatch.setattr(lab_training, "end_with_parent", lambda: calls.append("end_with_parent"))
+    monkeypatch.setattr(lab_training, "make_runner", lambda *study: calls.append("train") or Mock())
+    lab_training._work_on_study(read_study("lab-tiny"), tmp_path, "cpu")
     assert calls == ["end_with_parent", "train"], "a worker of a study watches its parent first"
 
 

@@ -16,6 +16,7 @@ from farspan.custom_code import import_code
 from farspan.errors import FarspanError
 from farspan.lab import finetune as lab_finetuning
 from farspan.lab.custom_tasks import CustomTask, load_custom_task
+from farspan.lab.examples import draw_examples
 from farspan.lab.finetune import (
     AnswerLoss,
     FinetuneConfig,
@@ -25,7 +26,7 @@ from farspan.lab.finetune import (
     match_answers,
 )
 from farspan.lab.fleet import Rows
-from farspan.lab.tasks import draw_examples, find_task
+from farspan.lab.tasks import find_task
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.workflows import lab_finetune
 from farspan.workflows.lab_finetune import finetune

@@ -43,7 +43,8 @@ from farspan.workflows.compare import CompareResult
 from farspan.workflows.export import ExportResult
 from farspan.workflows.extend import ExtendResult
 from farspan.workflows.extend_estimate import ExtendEstimate
-from farspan.workflows.lab import LabEstimate, LabResult
+from farspan.workflows.lab import LabResult
+from farspan.workflows.lab_estimate import LabEstimate
 from farspan.workflows.lab_finetune import FinetuneResult
 from farspan.workflows.pretrain import PretrainEstimate, PretrainResult
 from farspan.workflows.reproduce import StudyResults

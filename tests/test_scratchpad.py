@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from farspan.errors import FarspanError
+from farspan.lab.examples import draw_examples
 from farspan.lab.scratchpad import (
     MACHINES,
     PARTS,
@@ -22,7 +23,7 @@ from farspan.lab.scratchpad import (
     task_format,
     write_scratchpad,
 )
-from farspan.lab.tasks import TASKS, draw_examples
+from farspan.lab.tasks import TASKS
 from farspan.lab.tokenizer import WordTokenizer
 
 TOKENIZER = WordTokenizer()

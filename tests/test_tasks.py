@@ -18,19 +18,8 @@ from scipy.stats import chisquare
 
 from farspan.errors import FarspanError
 from farspan.lab import pcfg, scan
-from farspan.lab.tasks import (
-    GROUPS,
-    ORIGINS,
-    TASKS,
-    Example,
-    LabTask,
-    _balance,
-    _number,
-    draw_examples,
-    find_task,
-    length_weights,
-    make_splits,
-)
+from farspan.lab.examples import _balance, draw_examples, length_weights, make_splits
+from farspan.lab.tasks import GROUPS, ORIGINS, TASKS, Example, LabTask, _number, find_task
 from farspan.lab.tokenizer import SPECIAL_TOKENS, WordTokenizer
 
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))

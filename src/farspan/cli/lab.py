@@ -43,7 +43,8 @@ from farspan.signals import stoppable
 if TYPE_CHECKING:
     from farspan.lab.distance import AttentionComparison
     from farspan.lab.theorems import PositionAnalysis
-    from farspan.workflows.lab import LabEstimate, LabResult
+    from farspan.workflows.lab import LabResult
+    from farspan.workflows.lab_estimate import LabEstimate
     from farspan.workflows.lab_finetune import FinetuneResult
 
 TASK_NAMES = (
@@ -138,7 +139,8 @@ def run_command(
     An interrupted study resumes when the same command is run again.
     """
     from farspan.progress import bars
-    from farspan.workflows.lab import estimate, read_study, run, summarize
+    from farspan.workflows.lab import read_study, run, summarize
+    from farspan.workflows.lab_estimate import estimate
 
     if dry_run:
         study = read_study(recipe, overrides or [], trust_remote_code=trust_remote_code)

@@ -27,8 +27,9 @@ from farspan.custom_code import (
 )
 from farspan.errors import FarspanError, first_line
 from farspan.files import sha256_of
+from farspan.lab.examples import Splits, make_splits
 from farspan.lab.released import read_examples
-from farspan.lab.tasks import Example, LabTask, Range, Splits, make_splits
+from farspan.lab.tasks import Example, LabTask, Range
 from farspan.lab.tokenizer import SPECIAL_TOKENS, WordTokenizer
 from farspan.lengths import parse_length_range
 

@@ -21,16 +21,11 @@ from farspan.attention.seam import eval_mode
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.lab.custom_tasks import split_examples
+from farspan.lab.examples import length_weights, no_examples
 from farspan.lab.fleet import MAX_LOGITS, Rows
 from farspan.lab.scratchpad import parse_parts
 from farspan.lab.study import TaskData, parse_length_range
-from farspan.lab.tasks import (
-    Example,
-    LabTask,
-    Range,
-    length_weights,
-    no_examples,
-)
+from farspan.lab.tasks import Example, LabTask, Range
 from farspan.train.loop import StepCallback, TrainPlan, TrainResult, train
 from farspan.train.metadata import begin_of_text
 from farspan.train.optim import OptimizerConfig, make_optimizers

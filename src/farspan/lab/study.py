@@ -31,21 +31,12 @@ from farspan.lab.custom_tasks import (
     split_examples,
 )
 from farspan.lab.encoding_trial import try_encoding
+from farspan.lab.examples import Splits, draw_examples, length_weights, no_examples
 from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.networks import ENCODINGS, OTHER_NAMES, NetworkShape, init_model, network_config
 from farspan.lab.scratchpad import parse_parts, task_format
-from farspan.lab.tasks import (
-    TASKS,
-    Example,
-    LabTask,
-    Range,
-    Splits,
-    draw_examples,
-    find_task,
-    length_weights,
-    no_examples,
-)
+from farspan.lab.tasks import TASKS, Example, LabTask, Range, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.lengths import parse_length_range
 from farspan.model.encodings import encoding_class

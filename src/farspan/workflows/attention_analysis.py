@@ -25,8 +25,9 @@ from farspan.lab.distance import (
     distances,
     mass_by_distance,
 )
+from farspan.lab.examples import draw_examples
 from farspan.lab.study import encode_examples, parse_length_range
-from farspan.lab.tasks import LabTask, draw_examples
+from farspan.lab.tasks import LabTask
 from farspan.lab.theorems import (
     PositionAnalysis,
     PositionReadout,
