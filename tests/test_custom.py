@@ -404,8 +404,8 @@ BAD_FUNCTIONS = {
     r"returned .* \(list\) at length 4": "def make(length, rng): return ['a', 'b']",
     r"returned .* \(tuple\) at length 4; return": "def make(length, rng): return '', 'b'",
     "mine has no example of 4 to 8 units": "def make(length, rng): return None",
-    "wrote '17', which is not in the vocabulary; add it to custom_tasks.mine.words": (
-        "def make(length, rng): return ' '.join(map(str, rng.integers(2, size=length))), '17'"
+    "wrote '27', which is not in the vocabulary; add it to custom_tasks.mine.words": (
+        "def make(length, rng): return ' '.join(map(str, rng.integers(2, size=length))), '27'"
     ),
     "wrote '<end>', which is not in the vocabulary": (
         "def make(length, rng): return ' '.join(map(str, rng.integers(2, size=length))), '<end>'"

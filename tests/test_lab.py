@@ -41,7 +41,7 @@ from farspan.lab.ranking import (
     scratchpad_table,
     task_group,
 )
-from farspan.lab.scratchpad import MACHINES, parse_parts
+from farspan.lab.scratchpad import SCRATCHPADS, parse_parts
 from farspan.lab.study import (
     LabCell,
     LabStudy,
@@ -725,10 +725,10 @@ def test_recipes_match_the_paper():
     assert set(grid.tasks) == set(paper.tasks) == released
     assert not paper.even_lengths
     assert grid.even_lengths
-    assert set(pads.tasks) == set(MACHINES)
+    assert set(pads.tasks) == set(SCRATCHPADS)
     assert (len(pads.encodings), len(pads.seeds)) == (5, 3)
     for task in pads.tasks:  # all parts, computation and output, and all but one part
-        parts = MACHINES[task].parts
+        parts = SCRATCHPADS[task].parts
         without_one = {parts.replace(part, "") for part in parts}
         written = {parse_parts(name, task) for name in pads.formats(task)}
         assert written == {"", parts, "co"} | without_one

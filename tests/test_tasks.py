@@ -509,7 +509,7 @@ def test_overlapping_test_lengths_are_warned_of(caplog):
         (lambda: pcfg.evaluate("append A1 ,"), "a string is missing"),
         (lambda: pcfg.evaluate(""), "a string is missing"),
         (
-            lambda: TOKENIZER.encode("Compute 12 + 3 ?"),
+            lambda: TOKENIZER.encode("Compute 32 + 3 ?"),
             "put spaces between words and between digits",
         ),
     ],

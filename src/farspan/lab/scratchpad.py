@@ -1,8 +1,9 @@
 """Scratchpads: the steps to an answer, written before it, in five optional parts.
 
 A step shows its input, the computation, its output, the variables after it, and what remains of the
-question. One machine per task makes the steps. Each part follows from what a reader of the earlier
-ones knows, so that a scratchpad with any choice of parts can be executed.
+question. The steps are those of Kazemnejad 2023's released code, as its configs run it; docs/lab.md
+lists the differences. Each part follows from the question and the earlier parts, so a scratchpad
+with any choice of parts can be executed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from farspan.errors import FarspanError
+from farspan.lab.tasks import digits
 
-Tokens = tuple[str, ...]
-Step = Mapping[str, Tokens]  # letter of a part -> its words
+Step = Mapping[str, str]  # letter of a part -> its words
 
 PARTS = {"i": "input", "c": "computation", "o": "output", "v": "variables", "r": "remaining"}
 TAGS = {letter: f"<{name}>" for letter, name in PARTS.items()}
@@ -22,18 +24,12 @@ STEP = "<step>"
 
 
 @dataclass(frozen=True)
-class Machine:
-    """How a task is solved step by step, as functions of words."""
+class Scratchpad:
+    """How a task is solved step by step."""
 
-    begin: Callable[[Tokens], tuple[Tokens, Tokens]]  # question -> remaining, variables
-    done: Callable[[Tokens, Tokens], bool]  # remaining, variables -> is the answer known?
-    take: Callable[[Tokens, Tokens], Tokens]  # remaining, variables -> input of the step
-    compute: Callable[[Tokens, Tokens], Tokens]  # input, variables -> computation
-    conclude: Callable[[Tokens, Tokens], Tokens]  # computation, remaining -> output
-    update: Callable[[Tokens, Tokens, Tokens], Tokens]  # variables, computation, output -> updated
-    rest: Callable[[Tokens, Tokens, Tokens], Tokens]  # remaining, input, output -> remaining
+    steps: Callable[[str], Iterator[Step]]  # of a question
     parts: str = "icovr"  # the parts that its steps have
-    words: Tokens = ()  # words of its steps that occur in no question
+    words: tuple[str, ...] = ()  # words of its steps that occur in no question
 
 
 def parse_parts(text: str, task: str) -> str:
@@ -44,15 +40,15 @@ def parse_parts(text: str, task: str) -> str:
     """
     if text == "none":
         return ""
-    machine = _machine(task)
+    parts = _scratchpad(task).parts
     if text == "full":
-        return machine.parts
+        return parts
     letters = _letters(text)
-    lacking = [PARTS[letter] for letter in letters if letter not in machine.parts]
+    lacking = [PARTS[letter] for letter in letters if letter not in parts]
     if lacking:
         raise FarspanError(
             f"the scratchpad of {task} has no {lacking[0]} part, which {text!r} names; "
-            f"choose from {machine.parts}, or full"
+            f"choose from {parts}, or full"
         )
     return letters
 
@@ -66,7 +62,7 @@ def task_format(text: str, task: str) -> str:
     if text in ("none", "full"):
         parse_parts(text, task)
         return text
-    letters, parts = _letters(text), _machine(task).parts
+    letters, parts = _letters(text), _scratchpad(task).parts
     shared = "".join(letter for letter in letters if letter in parts)
     if not shared:
         parse_parts(text, task)  # raises an error
@@ -98,241 +94,141 @@ def write_scratchpad(task: str, question: str, target: str, parts: str) -> str:
 
 
 def _write_step(step: Step, parts: str) -> str:
-    return " ".join((STEP, *(" ".join((TAGS[letter], *step[letter])) for letter in parts)))
+    shown = (f"{TAGS[letter]} {step[letter]}".rstrip() for letter in parts)
+    return " ".join((STEP, *shown))
 
 
 def steps(task: str, question: str) -> Iterator[Step]:
     """The steps of a question, with all their parts."""
-    machine = _machine(task)
-    remaining, variables = machine.begin(tuple(question.split()))
-    while not machine.done(remaining, variables):
-        taken = machine.take(remaining, variables)
-        computation = machine.compute(taken, variables)
-        output = machine.conclude(computation, remaining)
-        variables = machine.update(variables, computation, output)
-        remaining = machine.rest(remaining, taken, output)
-        yield {"i": taken, "c": computation, "o": output, "v": variables, "r": remaining}
+    return _scratchpad(task).steps(question)
 
 
-def _machine(task: str) -> Machine:
-    if task not in MACHINES:
-        raise FarspanError(f"{task} has no scratchpad; choose one of {', '.join(MACHINES)}")
-    return MACHINES[task]
+def _scratchpad(task: str) -> Scratchpad:
+    if task not in SCRATCHPADS:
+        raise FarspanError(f"{task} has no scratchpad; choose one of {', '.join(SCRATCHPADS)}")
+    return SCRATCHPADS[task]
 
 
-def _split(words: Tokens, mark: str) -> list[Tokens]:
-    """The sequences between marks; an empty list for no words."""
-    items: list[list[str]] = [[]] if words else []
-    for word in words:
-        if word == mark:
-            items.append([])
-        else:
-            items[-1].append(word)
-    return [tuple(item) for item in items]
+def _between(text: str, before: str, after: str) -> str:
+    return text.split(before, 1)[1].split(after, 1)[0]
 
 
-def _join(items: list[Tokens], mark: str) -> Tokens:
-    return tuple(
-        word
-        for number, item in enumerate(items)
-        for word in ((mark, *item) if number and mark else item)
-    )
+def _addition(question: str) -> Iterator[Step]:
+    """From the last digits to the first. A carry that is left gets a step of its own."""
+    operands = [text.split() for text in _between(question, "Compute ", " ?").split(" + ")]
+    columns, place, carry = max(map(len, operands)), 0, 0
+    while place < columns or carry:
+        place += 1
+        first, second = (int(n[-place]) if place <= len(n) else 0 for n in operands)
+        total = first + second + carry
+        blank = "0" if place < columns else ""
+        yield {
+            "i": f"{first} , {second}",
+            "c": f"{first} + {second} + carry = {first + second} + {carry} = {total}",
+            "o": f"{total % 10}",
+            "v": f"carry : {total // 10}",
+            "r": " + ".join(" ".join(n[:-place]) or blank for n in operands).strip(),
+        }
+        carry = total // 10
 
 
-def _between(words: Tokens, first: str, last: str) -> Tokens:
-    start = words.index(first) + 1
-    return words[start : words.index(last, start)]
+def _summation(question: str) -> Iterator[Step]:
+    numbers, total = _between(question, "( ", " )").split(" + "), 0
+    for place, number in enumerate(numbers, 1):
+        output = int(number) + total
+        yield {
+            "i": number,
+            "c": f"{number} + sum = {number} + {total} =",
+            "o": digits(output),
+            "v": f"sum : {digits(output)} = {output % 10}",
+            "r": " + ".join(numbers[place:]),
+        }
+        total = output % 10
 
 
-def _after(words: Tokens, mark: str) -> Tokens:
-    """The words after the last mark."""
-    return words[len(words) - words[::-1].index(mark) :]
+def _parity(question: str) -> Iterator[Step]:
+    """`**` stands for XOR; 1 is odd."""
+    bits, parity = _between(question, " in ", " ?").split(), 0
+    for place, bit in enumerate(bits, 1):
+        output = int(bit) ^ parity
+        yield {
+            "i": bit,
+            "c": f"{bit} ** par = {bit} ** {parity}",
+            "o": f"{output}",
+            "v": f"par : {output}",
+            "r": " ".join(bits[place:]),
+        }
+        parity = output
 
 
-def _number(words: Tokens) -> int:
-    return int("".join(words))
+def _polynomial(question: str) -> Iterator[Step]:
+    x, words = _between(question, "x = ", " in "), _between(question, "( ", " )").split()
+    total = 0
+    while words:
+        term, words = words[:5], words[5:]  # + 3 x ** 2
+        coefficient, power = int(term[0] + term[1]), int(term[4])
+        factor = int(x.replace(" ", "")) ** power
+        output = coefficient * factor
+        after = (total + output) % 10
+        yield {
+            "i": " ".join(term),
+            "c": f"{digits(coefficient)} * {x} ** {power} = "
+            f"{digits(coefficient)} * {digits(factor)}",
+            "o": digits(output),
+            "v": f"sum : {total} + {digits(output)} = {after}",
+            "r": " ".join(words),
+        }
+        total = after
 
 
-def _digits(number: int) -> Tokens:
-    return tuple(str(number))
+def _sorting(question: str, mark: str) -> Iterator[Step]:
+    """Selection sort: the first item takes the place of the minimum, which is the output."""
+    items = question.removeprefix("Sort ").removesuffix(" ?").split(mark)
+    while items:
+        # Symbols sort by name, numbers by value: without leading zeros, fewer digits are less.
+        first, least = items[0], min(items, key=lambda item: (len(item), item))
+        items[items.index(least)] = first
+        del items[0]
+        yield {"i": first, "c": MINIMUM, "o": least, "r": mark.join(items)}
 
 
-# Addition, from the last digits to the first; the variable is the carry.
+def _lego(question: str) -> Iterator[Step]:
+    """Along the chain from the clause of 1 to the variable that is asked for."""
+    clauses = _between(question, "If ", " . ").split(" , ")
+    by_base = {clause.split()[-1]: clause for clause in clauses}
+    target, name, value = question.split()[-2], "1", 1
+    while name != target:
+        base, before, clause = name, value, by_base[name]
+        name, _, sign, _ = clause.split()
+        value = before if sign == "+" else -before
+        clauses.remove(clause)
+        yield {
+            "i": name,
+            "c": f"{sign} {base} = {sign} {_signed(before)}" if base != "1" else "",
+            "o": _signed(value),
+            "r": " , ".join(clauses),
+        }
 
 
-def _last_digits(remaining: Tokens, variables: Tokens) -> Tokens:
-    first, second = _split(remaining, "+")
-    return (*(first[-1:] or ("0",)), "+", *(second[-1:] or ("0",)))
+def _signed(value: int) -> str:
+    return "+ 1" if value > 0 else "- 1"
 
 
-def _add_digits(taken: Tokens, variables: Tokens) -> Tokens:
-    (first,), (second,) = _split(taken, "+")
-    carry = _after(variables, "=")
-    total = _digits(int(first) + int(second) + _number(carry))
-    return (first, "+", second, "+", *carry, "=", *total)
+MINIMUM = "The minimum of the unsorted portion"  # the computation only says what is computed
+TWO_DIGITS = tuple(map(str, range(10, 20)))  # sums of a column, each a word
 
-
-def _without_last_digits(remaining: Tokens, taken: Tokens, output: Tokens) -> Tokens:
-    first, second = _split(remaining, "+")
-    return (*first[:-1], "+", *second[:-1])
-
-
-ADDITION = Machine(
-    begin=lambda question: (question[1:-1], ("carry", "=", "0")),
-    done=lambda remaining, variables: remaining == ("+",),
-    take=_last_digits,
-    compute=_add_digits,
-    conclude=lambda computation, remaining: computation[-1:],
-    update=lambda variables, computation, output: (
-        "carry",
-        "=",
-        *(_after(computation, "=")[:-1] or ("0",)),
-    ),
-    rest=_without_last_digits,
-    words=("carry", "="),
-)
-
-
-# Summation, a digit at a time; the variable is the running sum, which is also each step's output.
-
-SUMMATION = Machine(
-    begin=lambda question: (_between(question, "(", ")"), ("sum", "=", "0")),
-    done=lambda remaining, variables: not remaining,
-    take=lambda remaining, variables: remaining[:1],
-    compute=lambda taken, variables: (
-        *("(", *_after(variables, "="), "+", *taken, ")", "%", "10", "="),
-        *_digits((_number(_after(variables, "=")) + _number(taken)) % 10),
-    ),
-    conclude=lambda computation, remaining: _after(computation, "="),
-    update=lambda variables, computation, output: ("sum", "=", *output),
-    rest=lambda remaining, taken, output: remaining[2:],
-    words=("sum", "="),
-)
-
-
-# Parity, a bit at a time; the variable is the running parity.
-
-PARITY = Machine(
-    begin=lambda question: (_between(question, "in", "?"), ("parity", "=", "even")),
-    done=lambda remaining, variables: not remaining,
-    take=lambda remaining, variables: remaining[:1],
-    compute=lambda taken, variables: (
-        *(variables[-1], "+", *taken, "="),
-        "even" if (variables[-1] == "even") == (taken == ("0",)) else "odd",
-    ),
-    conclude=lambda computation, remaining: computation[-1:],
-    update=lambda variables, computation, output: ("parity", "=", *output),
-    rest=lambda remaining, taken, output: remaining[1:],
-    words=("parity", "=", "+", "odd"),
-)
-
-
-# Polynomials, a term at a time; the variables are x and the running sum of the terms, modulo 10.
-
-
-def _evaluate_term(taken: Tokens, variables: Tokens) -> Tokens:
-    sign, coefficient, _x, _power, power = taken
-    x = _split(variables, ",")[0][2:]
-    value = int(f"{sign}{coefficient}") * _number(x) ** int(power)
-    return (sign, coefficient, "*", "(", *x, ")", "**", power, "=", *_digits(value))
-
-
-def _add_term(variables: Tokens, computation: Tokens, output: Tokens) -> Tokens:
-    x, total = _split(variables, ",")
-    return (*x, ",", "sum", "=", *_digits((_number(total[2:]) + _number(output)) % 10))
-
-
-POLYNOMIAL = Machine(
-    begin=lambda question: (
-        _between(question, "(", ")"),
-        ("x", "=", *_between(question, "=", "in"), ",", "sum", "=", "0"),
-    ),
-    done=lambda remaining, variables: not remaining,
-    take=lambda remaining, variables: remaining[:5],
-    compute=_evaluate_term,
-    conclude=lambda computation, remaining: _after(computation, "="),
-    update=_add_term,
-    rest=lambda remaining, taken, output: remaining[5:],
-    words=("*", "sum", ","),
-)
-
-
-# Sorting by selection: each step outputs the minimum of what remains and puts the first item in its
-# place. A step's input is that first item; its computation only says what is computed.
-
-
-def _sort_key(item: Tokens) -> tuple[int, Tokens]:
-    """Symbols sort by name, numbers by value: without leading zeros, fewer digits are less."""
-    return len(item), item
-
-
-def _sorting(mark: str) -> Machine:
-    def items(words: Tokens) -> list[Tokens]:
-        return _split(words, mark) if mark else [(word,) for word in words]
-
-    def without_output(remaining: Tokens, taken: Tokens, output: Tokens) -> Tokens:
-        values = items(remaining)
-        values[values.index(output)] = taken
-        return _join(values[1:], mark)
-
-    return Machine(
-        begin=lambda question: (question[1:-1], ()),
-        done=lambda remaining, variables: not remaining,
-        take=lambda remaining, variables: items(remaining)[0],
-        compute=lambda taken, variables: ("minimum",),
-        conclude=lambda computation, remaining: min(items(remaining), key=_sort_key),
-        update=lambda variables, computation, output: (),
-        rest=without_output,
-        parts="icor",
-        words=("minimum",),
-    )
-
-
-# LEGO: each step resolves the clause that uses the last result, up to the target variable. The
-# result is the step's output, so there is no variables part. The machine's variables are the
-# target, then the name and the sign of the last result, at first those of + 1.
-
-
-def _next_clause(remaining: Tokens, variables: Tokens) -> Tokens:
-    return next(clause for clause in _split(remaining, ",") if clause[-1] == variables[1])
-
-
-def _resolve(taken: Tokens, variables: Tokens) -> Tokens:
-    name, equals, sign, _base = taken
-    before = variables[2]
-    return (name, equals, sign, "(", before, "1", ")", "=", "+" if sign == before else "-", "1")
-
-
-def _without_clause(remaining: Tokens, taken: Tokens, output: Tokens) -> Tokens:
-    clauses = _split(remaining, ",")
-    clauses.remove(taken)
-    return _join(clauses, ",")
-
-
-LEGO = Machine(
-    begin=lambda question: (_between(question, "If", "."), (question[-2], "1", "+")),
-    done=lambda remaining, variables: variables[0] == variables[1],
-    take=_next_clause,
-    compute=_resolve,
-    conclude=lambda computation, remaining: (computation[0], *computation[-3:]),
-    update=lambda variables, computation, output: (variables[0], output[0], output[2]),
-    rest=_without_clause,
-    parts="icor",
-    words=("(", ")"),
-)
-
-MACHINES: dict[str, Machine] = {
-    "addition": ADDITION,
-    "summation": SUMMATION,
-    "parity": PARITY,
-    "polynomial": POLYNOMIAL,
-    "sorting": _sorting(""),
-    "sorting-numbers": _sorting(","),
-    "lego": LEGO,
-    "lego-ordered": LEGO,
+SCRATCHPADS: dict[str, Scratchpad] = {
+    "addition": Scratchpad(_addition, words=(",", "carry", "=", ":", *TWO_DIGITS)),
+    "summation": Scratchpad(_summation, words=("sum", "=", ":")),
+    "parity": Scratchpad(_parity, words=("**", "par", "=", ":")),
+    "polynomial": Scratchpad(_polynomial, words=("*", "sum", ":")),
+    "sorting": Scratchpad(partial(_sorting, mark=" "), "icor", tuple(MINIMUM.split())),
+    "sorting-numbers": Scratchpad(partial(_sorting, mark=" , "), "icor", tuple(MINIMUM.split())),
+    "lego": Scratchpad(_lego, "icor"),
+    "lego-ordered": Scratchpad(_lego, "icor"),
 }
-VOCABULARY: Tokens = (
+VOCABULARY = (
     STEP,
     *TAGS.values(),
-    *(word for machine in MACHINES.values() for word in machine.words),
+    *(word for scratchpad in SCRATCHPADS.values() for word in scratchpad.words),
 )

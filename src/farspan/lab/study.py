@@ -44,7 +44,7 @@ from farspan.model.positions import MODEL_WIDE, PER_LAYER
 
 LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
-RESULT_FORMAT = 5  # version of a cell's result
+RESULT_FORMAT = 6  # version of a cell's result
 MAX_WORDS = 2**15  # token ids are 16-bit integers
 # Encodings whose parameters or tables depend on the lengths of their task.
 BY_LENGTH = ("learned", "fire", "randomized")

@@ -178,7 +178,7 @@ def _load_lab_models(
         if model.config.vocab_size != words:
             raise FarspanError(
                 f"{name} has a vocabulary of {model.config.vocab_size} tokens, but the tasks have "
-                f"{words} words; remove --task, or choose models of the lab"
+                f"{words} words; remove --task, or choose lab models of this version"
             )
     return loaded
 
