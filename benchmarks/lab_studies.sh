@@ -7,16 +7,18 @@
 # tables, figure and record of the finished ones there, and their lines for docs/records to
 # OUT/records/lab-STEP.jsonl. Rerun to resume: a model is a cell, and finished cells stay.
 #
-# STEPS chooses steps: grid encodings scratchpad. TASKS="addition summation" trains these tasks
-# only, one after the other, so that the first are finished if the time ends. LIMIT is the number
-# of seconds after which training stops; the models in training are lost, and the exit code is 75.
+# STEPS chooses steps: grid encodings scratchpad attention. `attention` also compares its models by
+# `farspan lab distance`, in OUT/distance. TASKS="addition summation" trains these tasks only, one
+# after the other, so that the first are finished if the time ends. LIMIT is the number of seconds
+# after which training stops; the models in training are lost, and the exit code is 75.
 # JOBS processes share the GPU; run them under MPS. SETTINGS are key=value settings of all steps,
 # as SETTINGS="seeds=[0]"; rerun without it for the other seeds.
-# For a trial on a CPU: SETTINGS="seeds=[0] sizes.small.width=32 train.steps=2 steps.lego=2 …".
+# For a trial on a CPU: SETTINGS="seeds=[0] sizes.small.width=32 train.steps=2 …" and WINDOWS=12, the
+# examples whose attention is compared.
 set -euo pipefail
 out=$(realpath -m "$1")
-STEPS=${STEPS:-grid encodings scratchpad} TASKS=${TASKS:-} LIMIT=${LIMIT:-1000000} JOBS=${JOBS:-1}
-SETTINGS=${SETTINGS:-} FARSPAN=${FARSPAN:-farspan} PYTHON=${PYTHON:-python}
+STEPS=${STEPS:-grid encodings scratchpad attention} TASKS=${TASKS:-} SETTINGS=${SETTINGS:-}
+LIMIT=${LIMIT:-1000000} JOBS=${JOBS:-1} FARSPAN=${FARSPAN:-farspan} PYTHON=${PYTHON:-python}
 mkdir -p "$out/logs" "$out/records"
 stopped=0
 
@@ -57,11 +59,21 @@ for cell in record["cells"]:
 PYTHON
 }
 
+distance() { # of every two models of the step attention
+    local code=0
+    [ -e "$out/distance" ] && return
+    $FARSPAN lab distance "$out"/attention/models/* --task scan --lengths 1:48 --windows ${WINDOWS:-480} \
+        -o "$out/distance" > "$out/logs/distance.txt" 2>&1 || code=$?
+    say "distance: exit code $code"
+    return "$code"
+}
+
 for step in $STEPS; do
     say "$step"
     for task in ${TASKS:-all}; do
         if [ "$task" = all ]; then train "$step"; else train "$step" "tasks=[\"$task\"]"; fi
     done
-    [ -d "$out/$step/cells" ] && report "$step"
+    if [ -d "$out/$step/cells" ]; then report "$step"; fi
+    if [ "$step" = attention ] && [ "$stopped" = 0 ]; then distance; fi
 done
 exit "$stopped"
