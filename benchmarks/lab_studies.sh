@@ -13,8 +13,8 @@
 # after which training stops; the models in training are lost, and the exit code is 75.
 # JOBS processes share the GPU; run them under MPS. SETTINGS are key=value settings of all steps,
 # as SETTINGS="seeds=[0]"; rerun without it for the other seeds.
-# For a trial on a CPU: SETTINGS="seeds=[0] sizes.small.width=32 train.steps=2 …" and WINDOWS=12, the
-# examples whose attention is compared.
+# For a trial on a CPU: SETTINGS="seeds=[0] sizes.small.width=32 train.steps=2 …" and WINDOWS=12,
+# the examples whose attention is compared.
 set -euo pipefail
 out=$(realpath -m "$1")
 STEPS=${STEPS:-grid encodings scratchpad attention} TASKS=${TASKS:-} SETTINGS=${SETTINGS:-}
@@ -62,8 +62,8 @@ PYTHON
 distance() { # of every two models of the step attention
     local code=0
     [ -e "$out/distance" ] && return
-    $FARSPAN lab distance "$out"/attention/models/* --task scan --lengths 1:48 --windows ${WINDOWS:-480} \
-        -o "$out/distance" > "$out/logs/distance.txt" 2>&1 || code=$?
+    $FARSPAN lab distance "$out"/attention/models/* --task scan --lengths 1:48 \
+        --windows "${WINDOWS:-480}" -o "$out/distance" > "$out/logs/distance.txt" 2>&1 || code=$?
     say "distance: exit code $code"
     return "$code"
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -330,6 +331,30 @@ def test_steps_by_hand(name):
     ]
     text = write_scratchpad(name, question, words, parse_parts("full", name))
     assert text.split() == " ".join((*written, words)).split()
+
+
+QUESTIONS = {
+    "addition": "Compute {} ?",
+    "summation": "Compute ( {} ) % 10 ?",
+    "parity": "Is the number of ones even in {} ?",
+    "polynomial": "Evaluate {} ) % 10 ?",
+    "sorting": "Sort {} ?",
+    "lego": "If {} . Then , what is the value of u ?",
+}
+
+
+def test_the_page_shows_first_steps():
+    page = (Path(__file__).parent.parent / "docs" / "lab.md").read_text()
+    header = "| task | question | input | computation | output | variables | remaining |\n"
+    table = page.split(header)[1].split("\n\n")[0]
+    names = []
+    for row in table.splitlines()[1:]:
+        name, question, *shown = row.replace("`", "").replace("nothing", "").split("|")[1:-1]
+        names.append(name.strip())
+        text = QUESTIONS[names[-1]].format(question.strip().replace(" in +", " in ( +"))
+        first = next(steps(names[-1], text))
+        assert [first.get(letter, "") for letter in PARTS] == [words.strip() for words in shown]
+    assert names == list(QUESTIONS)
 
 
 RESULTS = {  # the value of a computation and the variable before -> output, variable after
