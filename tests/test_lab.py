@@ -1023,6 +1023,7 @@ def test_lab_tiny_learns_its_task(tmp_path):
     """One encoding of its three, which each take 40 seconds of two cores."""
     study = run("lab-tiny", ['encodings=["none"]'], tmp_path)
     assert study.learned[0] == study.learned[1] == 1
+    assert study.plot().axes[0].get_title(loc="left") == "copy"
 
 
 def test_saved_weights_reproduce_the_recorded_scores(finished):

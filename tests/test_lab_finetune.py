@@ -169,6 +169,8 @@ def test_finetune_learns_resumes_and_records(tiny, tmp_path, no_figures):
     assert (record["in_range"], record["beyond"]) == (result.in_range, result.beyond)
     assert sum(total for _, total in result.beyond.values()) == 8
     assert set(result.beyond) == {"5", "6"}
+    lengths = result.plot().axes[0].lines[0].get_xdata()
+    assert {*map(str, lengths)} == {*result.in_range, *result.beyond}
     again = finetune(tiny, "parity", [*SETTINGS, "steps=40"], out)
     assert (again.in_range, again.beyond, again.loss) == (
         result.in_range,

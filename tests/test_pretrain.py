@@ -210,6 +210,8 @@ def test_a_run_writes_a_model_with_its_card_and_is_not_repeated(tiny, tmp_path):
     again = pretrain(str(tiny), ["steps=6"], tmp_path / "run")
     assert again.already
     assert again.loss == result.loss
+    raw, _ = again.plot().axes[0].lines
+    assert len(raw.get_xdata()) == 6
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 

@@ -26,7 +26,7 @@ from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
-from farspan.summaries import Summarized
+from farspan.summaries import Plotted
 
 BINS = 20  # of distances relative to the tokens before
 BUDGET = 1 << 24  # attention probabilities in memory at once
@@ -88,7 +88,7 @@ class Distance:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionComparison(Summarized):
+class AttentionComparison(Plotted):
     """The attention of several models on the same tokens."""
 
     models: list[str]

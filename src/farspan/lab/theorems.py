@@ -25,7 +25,7 @@ from farspan.attention import seam
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.summaries import Summarized
+from farspan.summaries import Plotted
 
 CONSTANT = 1e9  # a coordinate this large dominates the norm, so that RMSNorm divides by a constant
 POSITION = 3  # the coordinate of the hidden state that holds t/N after the first layer
@@ -201,7 +201,7 @@ class TheoremProof:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PositionAnalysis(Summarized):
+class PositionAnalysis(Plotted):
     """Kazemnejad 2023's theorems proven by construction, and positions read from trained models."""
 
     proofs: list[TheoremProof]

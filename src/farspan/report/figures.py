@@ -431,7 +431,7 @@ def perplexity_by_length(models: Mapping[str, Sequence[Score]], train_length: in
 def _plot_scores(axes: Axes, models: Mapping[str, Sequence[Score]], metric: str) -> int:
     """One line per model and task with its interval; returns the longest length."""
     longest = 0
-    for (model, scores), color in zip(models.items(), COLORS, strict=False):
+    for (model, scores), color in zip(models.items(), cycle(COLORS), strict=False):
         of_metric = [score for score in scores if score.metric == metric]
         tasks = dict.fromkeys(score.tags["task"] for score in of_metric)
         for task, dashes in zip(tasks, ("-", "--", ":", "-.") * len(scores), strict=False):

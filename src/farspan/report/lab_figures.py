@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from farspan.lab.distance import AttentionComparison
-from farspan.lab.theorems import TheoremProof
+from farspan.lab.theorems import PositionAnalysis, TheoremProof
 from farspan.report.style import COLORS, GRAY, INK, STYLE
+from farspan.summaries import draw
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,12 @@ def _draw_panel(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> 
     axes.set_xlabel(panel.length_unit, fontsize=9)
     axes.set_ylim(-0.03, 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+@draw.register
+def _(comparison: AttentionComparison) -> Figure:
+    """The distances; of a single model, its heads."""
+    return attention_distance(comparison) if comparison.pairs else attention_heads(comparison)
 
 
 def attention_distance(comparison: AttentionComparison) -> Figure:
@@ -167,6 +174,11 @@ def _mean_by_doubling(mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     edges = np.unique([0, *(2**power for power in range(int(np.log2(len(mass))) + 1)), len(mass)])
     means = [mass[start:stop].mean() for start, stop in pairwise(edges)]
     return edges[1:], np.maximum(means, 1e-12)
+
+
+@draw.register
+def _(analysis: PositionAnalysis) -> Figure:
+    return theorem_figure(analysis.proofs)
 
 
 def theorem_figure(proofs: Sequence[TheoremProof]) -> Figure:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from farspan.errors import FarspanError, check_not_empty
 from farspan.evals.pairs import (
     GroupKey,
@@ -18,9 +20,12 @@ from farspan.evals.pairs import (
     paired_differences,
 )
 from farspan.evals.results import without_repeated_means
+from farspan.evals.scores import Score
 from farspan.files import write_text
 from farspan.record import format_number
+from farspan.report import figures
 from farspan.report.comparison import (
+    LOSS,
     ComparedScore,
     group_label,
     long_rows,
@@ -28,7 +33,7 @@ from farspan.report.comparison import (
     table_rows,
 )
 from farspan.report.page import Run, baseline_names, scores_by_model
-from farspan.summaries import Summarized
+from farspan.summaries import Plotted, draw
 from farspan.workflows.report import name_by_model, read_runs
 
 SUFFIXES = (".md", ".csv", ".json")
@@ -36,7 +41,7 @@ UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
 
 
 @dataclass(frozen=True, repr=False)
-class CompareResult(Summarized):
+class CompareResult(Plotted):
     """Every score of every run, with differences to the reference."""
 
     reference: str
@@ -60,6 +65,21 @@ class CompareResult(Summarized):
             "scores": [score.to_json() for score in self.scores],
             "notes": list(self.notes),
         }
+
+
+@draw.register
+def _(result: CompareResult) -> Figure:
+    """The perplexity of all runs."""
+    runs: dict[str, list[Score]] = {}
+    for score in result.scores:
+        if score.metric == LOSS:
+            values = (score.length, score.value, score.low, score.high, score.n)
+            runs.setdefault(score.run, []).append(
+                Score(score.eval, score.metric, *values, {"task": score.task})
+            )
+    if not runs:
+        raise FarspanError("these runs have no perplexity to draw; use `farspan report`")
+    return figures.perplexity_by_length(runs, None)
 
 
 def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> CompareResult:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
 from farspan.cells import Cells, check_results_folder
 from farspan.custom_code import import_code, resolve_reference
 from farspan.deprecation import renamed_arguments
@@ -37,7 +39,7 @@ from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.report.study_tables import markdown
-from farspan.summaries import Summarized
+from farspan.summaries import Plotted, draw, shorten
 from farspan.workflows.lab_training import (
     Say,
     cell_keys,
@@ -84,7 +86,7 @@ def _table(document: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LabResult(Summarized):
+class LabResult(Plotted):
     """The results of a study."""
 
     entries: list[LabEntry]
@@ -93,6 +95,25 @@ class LabResult(Summarized):
     learned: tuple[int, int]  # models that learned their task, and all models
     tables: dict[str, Table]  # by title
     folder: Path
+    panels: tuple[lab_figures.Panel, ...]  # of the figure
+
+    def facts(self) -> dict[str, str]:
+        learned, models = self.learned
+        return {
+            "models": f"{learned} of {models} learned their task, in {self.folder}",
+            "mean reciprocal rank": _name_ranks(self.ranks),
+            "over all models": _name_ranks(self.ranks_of_all),
+            "tables": "; ".join(self.tables),
+        }
+
+
+def _name_ranks(ranks: Sequence[Rank]) -> str:
+    return ", ".join(f"{rank.encoding} {shorten(rank.reciprocal)}" for rank in ranks)
+
+
+@draw.register
+def _(result: LabResult) -> Figure:
+    return lab_figures.accuracy_by_length(result.panels)
 
 
 @renamed_arguments(source="recipe", changes="overrides")
@@ -164,7 +185,8 @@ def _write_results(
     text = "\n\n".join(f"## {title}\n\n{markdown(*table)}" for title, table in tables.items())
     summary = f"{learned[0]} of {learned[1]} models learned their task."
     write_text(out / "tables.md", f"{summary}\n\n{text}\n")
-    style.save(lab_figures.accuracy_by_length(accuracy_panels(study, entries)), out / "accuracy")
+    panels = tuple(accuracy_panels(study, entries))
+    style.save(lab_figures.accuracy_by_length(panels), out / "accuracy")
     write_record(
         out / "record.json",
         "lab run",
@@ -177,7 +199,7 @@ def _write_results(
             "cells": [{**asdict(cell), **result} for cell, result in results.items()],
         },
     )
-    return LabResult(entries, ranks, ranks_of_all, learned, tables, out)
+    return LabResult(entries, ranks, ranks_of_all, learned, tables, out, panels)
 
 
 def _make_tables(study: LabStudy, entries: Sequence[LabEntry]) -> dict[str, Table]:

@@ -11,7 +11,7 @@ from farspan.lab.study import LabCell, LabStudy, fleet_plan, group_fleets, list_
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.loading import resolve_device
 from farspan.model import FarspanForCausalLM
-from farspan.summaries import Summarized
+from farspan.summaries import ResultList, Summarized
 from farspan.train.pretrain import flops_per_token
 from farspan.workflows.lab_training import custom_task_data
 from farspan.workflows.pretrain import matmul_flops_per_second
@@ -33,7 +33,7 @@ class LabEstimate(Summarized):
     seconds: float  # a lower bound: matrix products only
 
 
-def estimate(study: LabStudy, device: str | None = None) -> list[LabEstimate]:
+def estimate(study: LabStudy, device: str | None = None) -> ResultList:
     """What each network of a study costs to train."""
     tokenizer, device = study.tokenizer, resolve_device(device)
     custom_task_data(study)
@@ -45,7 +45,7 @@ def estimate(study: LabStudy, device: str | None = None) -> list[LabEstimate]:
     }
     for fleet in group_fleets(study, cells, tokenizer, study.fleet if on_gpu else 1):
         networks[fleet[0].encoding, fleet[0].size].append(fleet)
-    return [_estimate(study, tokenizer, fleets, rate) for fleets in networks.values()]
+    return ResultList(_estimate(study, tokenizer, fleets, rate) for fleets in networks.values())
 
 
 def _estimate(

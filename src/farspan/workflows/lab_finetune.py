@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.errors import FarspanError
@@ -19,7 +21,7 @@ from farspan.progress import Progress, automatic, shows_progress
 from farspan.recipe import apply_overrides, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
-from farspan.summaries import Summarized
+from farspan.summaries import Plotted, draw
 from farspan.train.loop import StepMetrics
 from farspan.train.pretrain import check_same_recipe
 from farspan.workflows.lab import resolve_task
@@ -28,17 +30,32 @@ RECIPE = "recipe.toml"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FinetuneResult(Summarized):
+class FinetuneResult(Plotted):
     """The exact match of a fine-tuned model, [correct, total] by length."""
 
     in_range: dict[str, list[int]]
     beyond: dict[str, list[int]]
     loss: float  # of the last step, in nats per token of the answers
     folder: Path
+    panel: lab_figures.Panel
 
     @property
     def learned(self) -> bool:
         return accuracy(self.in_range) >= LEARNED_THRESHOLD
+
+    def facts(self) -> dict[str, str]:
+        learned = "learned" if self.learned else "not learned"
+        return {
+            "exact match in range": f"{accuracy(self.in_range):.3f} ({learned})",
+            "exact match beyond": f"{accuracy(self.beyond):.3f}",
+            "loss": f"{self.loss:.4g}",
+            "folder": str(self.folder),
+        }
+
+
+@draw.register
+def _(result: FinetuneResult) -> Figure:
+    return lab_figures.accuracy_by_length([result.panel])
 
 
 @shows_progress
@@ -84,33 +101,38 @@ def finetune(
         advance(1, f"loss {metrics.loss:.4f}")
 
     trained = finetune_model(loaded, data.train, config, folder, on_step)
-    result = FinetuneResult(
-        count_by_length(match_answers(loaded, data.held_out), data.held_out_lengths),
-        count_by_length(match_answers(loaded, data.beyond), data.beyond_lengths),
-        trained.metrics[-1]["loss"],
-        folder,
-    )
-    _write_result(config, lab_task, result, device)
+    in_range = count_by_length(match_answers(loaded, data.held_out), data.held_out_lengths)
+    beyond = count_by_length(match_answers(loaded, data.beyond), data.beyond_lengths)
+    panel = _panel(config, lab_task, in_range, beyond)
+    result = FinetuneResult(in_range, beyond, trained.metrics[-1]["loss"], folder, panel)
+    _write_result(config, result, device)
     return result
 
 
-def _write_result(
-    config: FinetuneConfig, task: LabTask, result: FinetuneResult, device: str
-) -> None:
-    counts = {"in_range": result.in_range, "beyond": result.beyond}
+def _panel(
+    config: FinetuneConfig,
+    task: LabTask,
+    in_range: dict[str, list[int]],
+    beyond: dict[str, list[int]],
+) -> lab_figures.Panel:
+    results = ({"in_range": in_range, "beyond": beyond},)
     entry = LabEntry(
-        task.name, "", config.scratchpad, config.model, config.lr, (counts,), (config.seed,)
+        task.name, "", config.scratchpad, config.model, config.lr, results, (config.seed,)
     )
-    panel = lab_figures.Panel(
-        task.name,
-        config.ranges(task)[0][1],
-        task.length_unit,
-        {Path(config.model).name: entry.curve()},
-    )
-    style.save(lab_figures.accuracy_by_length([panel]), result.folder / "accuracy")
+    curves = {Path(config.model).name: entry.curve()}
+    return lab_figures.Panel(task.name, config.ranges(task)[0][1], task.length_unit, curves)
+
+
+def _write_result(config: FinetuneConfig, result: FinetuneResult, device: str) -> None:
+    style.save(lab_figures.accuracy_by_length([result.panel]), result.folder / "accuracy")
     write_record(
         result.folder / "record.json",
         "lab finetune",
         {**asdict(config), "device": device},
-        {"loss": result.loss, "learned": result.learned, **counts},
+        {
+            "loss": result.loss,
+            "learned": result.learned,
+            "in_range": result.in_range,
+            "beyond": result.beyond,
+        },
     )

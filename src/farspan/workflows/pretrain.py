@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from farspan.attention.patch import fingerprint
 from farspan.checkpoints import quiet
+from farspan.data.jsonlines import read_rows
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError, install_hint
 from farspan.files import new_folder, read_json, write_manifest
@@ -22,10 +24,10 @@ from farspan.progress import Progress, automatic, format_duration, shows_progres
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
-from farspan.summaries import Summarized
+from farspan.summaries import Plotted, Summarized, draw
 from farspan.train.checkpoint import copy_tensors
 from farspan.train.corpus import TrainingData, find_files
-from farspan.train.loop import StepCallback, StepMetrics
+from farspan.train.loop import METRICS, StepCallback, StepMetrics
 from farspan.train.metadata import begin_of_text, write_training_metadata
 from farspan.train.pretrain import (
     FREE_KEYS,
@@ -139,13 +141,19 @@ def matmul_flops_per_second(half_precision: bool, device: str) -> float:
 
 
 @dataclass(frozen=True, repr=False)
-class PretrainResult(Summarized):
+class PretrainResult(Plotted):
     """A finished run."""
 
     folder: Path
     steps: int
     loss: float  # mean over the last steps
     already: bool  # it was finished before this call
+
+
+@draw.register
+def _(result: PretrainResult) -> Figure:
+    run = result.folder.parent
+    return figures.training_loss([entry for _, entry in read_rows(run / METRICS)], run.name)
 
 
 @renamed_arguments(source="recipe")
