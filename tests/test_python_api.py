@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 import farspan
 from families import FAMILIES
 from farspan import progress as progress_module
+from farspan.attention.layout import Layout
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.diagnosis.curves import Curves
@@ -43,6 +44,7 @@ from farspan.summaries import Plotted, ResultList, Summarized, plain, shorten
 from farspan.train.loop import METRICS
 from farspan.workflows.check import CheckResult
 from farspan.workflows.compare import CompareResult
+from farspan.workflows.eval_models import model_identity
 from farspan.workflows.export import ExportResult
 from farspan.workflows.extend import ExtendResult
 from farspan.workflows.extend_estimate import ExtendEstimate
@@ -343,11 +345,136 @@ def test_functions_take_model_objects(tiny, tmp_path):  # noqa: F811
     assert not farspan.attention.seam.installed(loaded.model)
 
 
-def test_a_patched_object_is_refused(model):
-    patched = BY_NAME["farspan-none"].build()
-    farspan.attention.seam.install(patched, Scales.uniform(1.2, (0,), 4))
-    with pytest.raises(FarspanError, match="has a patch; give the patch folder"):
-        ModelObject.wrap(patched)
+# Model objects with a patch.
+
+LESS = ["choose_windows=1", "report_windows=1", "passkeys=0"]
+
+
+@pytest.fixture(scope="module")
+def patched(tiny, tmp_path_factory) -> Path:  # noqa: F811
+    """A patch folder with scales that grow, for the tiny model without positions."""
+    out, data = tmp_path_factory.mktemp("patched") / "patch", tiny / "text.txt"
+    farspan.extend(tiny / "none", 128, out, "logn", overrides=LESS, data=data)
+    return out
+
+
+def logits_of(loaded: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded(input_ids=torch.arange(100)[None]).logits
+
+
+def test_a_copy_of_a_patched_object_has_its_patch(patched):
+    loaded = farspan.load(patched)
+    base = farspan.load(Patch.load(patched).name).model
+    assert not torch.equal(logits_of(loaded.model), logits_of(base))
+    for given in (loaded, loaded.model):
+        copied = farspan.load(given)
+        assert torch.equal(logits_of(copied.model), logits_of(loaded.model))
+        assert copied.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+    farspan.attention.seam.uninstall(copied.model)
+    assert not torch.equal(logits_of(copied.model), logits_of(loaded.model))
+
+
+def test_a_copy_keeps_layout_weights_and_rotation():
+    loaded = farspan.load("swan-twin").model
+    assert torch.equal(logits_of(farspan.load(loaded).model), logits_of(loaded))
+    name = ModelObject.wrap(loaded)
+    original = Patch.load(Path(name))
+    assert name.patch.describe() == {**original.describe(), "model": name.patch.describe()["model"]}
+    rounded = {key: weight.bfloat16() for key, weight in original.weights.items()}
+    assert all(
+        torch.equal(rounded[key], each.bfloat16()) for key, each in name.patch.weights.items()
+    )
+
+
+@pytest.mark.long
+def test_a_patched_object_is_measured_as_its_folder(patched, tiny, tmp_path):  # noqa: F811
+    options = dict(data=tiny / "text.txt", lengths="128", windows=1)
+    folder = farspan.evaluate(patched, "perplexity", tmp_path, **options)
+    cells = {file: file.stat().st_mtime_ns for file in (tmp_path / "cells").iterdir()}
+    loaded = farspan.load(patched)
+    for given in (loaded, loaded.model):
+        measured = farspan.evaluate(given, "perplexity", tmp_path, **options)
+        assert (measured.scores, measured.model) == (folder.scores, str(patched))
+    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "cells").iterdir()}
+    assert after == cells, "it is the same model"
+    base = farspan.evaluate(Patch.load(patched).name, "perplexity", tmp_path, **options)
+    assert base.scores[0].value != folder.scores[0].value
+
+
+def test_a_layout_is_part_of_what_is_measured(tiny):  # noqa: F811
+    base, tokenizer = farspan.load(tiny / "rope")
+    identity = farspan.attention.patch.fingerprint(base)
+    patches = [None] + [
+        Patch("hand", identity, 128, 64, layout=Layout.parse([f"rope/{window}"] * 2))
+        for window in (8, 16)
+    ]
+    assert len({str(model_identity(base, tokenizer, patch)) for patch in patches}) == 3
+
+
+@pytest.mark.long
+def test_a_patched_object_is_extended_as_its_folder(patched, tiny, tmp_path):  # noqa: F811
+    search = ["search.steps=1", "search.batch=1", "search.micro_batch=1", "search.passkeys=0"]
+    options = dict(overrides=[*LESS, *search], data=tiny / "text.txt")
+    patches = [
+        farspan.extend(given, 256, tmp_path / name, "headlog", **options).patch
+        for name, given in {"folder": patched, "object": farspan.load(patched)}.items()
+    ]
+    assert patches[0].describe() == patches[1].describe()
+    assert patches[0].scales.equals(patches[1].scales)
+
+
+def test_a_patched_object_is_exported_inspected_and_diagnosed(patched, tiny, tmp_path):  # noqa: F811
+    loaded = farspan.load(patched)
+    exported = farspan.export(loaded, tmp_path / "live", "live")
+    assert exported.proofs["beyond"].holds
+    inspected = farspan.inspect(loaded)
+    assert inspected.patch == farspan.inspect(patched).patch
+    assert "farspan.evaluate(" in inspected.next_commands[0]
+    with pytest.raises(FarspanError, match="already has scales"):
+        farspan.diagnose(loaded, data=tiny / "text.txt", scales=[1.2])
+
+
+def test_an_object_patched_in_memory_has_a_patch(model, patched):
+    base = farspan.load(Patch.load(patched).name).model
+    Patch.load(patched).apply(base)
+    name = ModelObject.wrap(base)
+    assert name.patch.method == "logn"
+    assert name == Patch.load(patched).name, "of the base model: there is no folder"
+    assert ModelObject.wrap(model).patch is None
+
+
+def test_rotation_is_part_of_the_patch_of_an_object(tiny):  # noqa: F811
+    base = farspan.load(tiny / "rope").model
+    rope = {"rope_type": "linear", "factor": 2.0}
+    identity = farspan.attention.patch.fingerprint(base)
+    Patch("pi", identity, 128, 64, rope=rope, name=str(tiny / "rope")).apply(base)
+    assert not farspan.attention.seam.installed(base)
+    assert ModelObject.wrap(base).patch.rope == rope
+    scales = Scales.uniform(1.2, (0, 1), 2)
+    Patch("uniform", identity, 128, 64, scales).apply(base)
+    both = ModelObject.wrap(base).patch
+    assert (both.method, both.rope, both.scales.equals(scales)) == ("pi+uniform", rope, True)
+
+
+def test_scales_without_a_patch_are_refused_until_they_are_off(patched):
+    loaded = farspan.load(patched).model
+    fitted = ModelObject.wrap(loaded).patch.scales
+    stronger = replace(fitted, base=1.1 * fitted.base)
+    for scales in (stronger, Scales.uniform(1.2, (0,), 2)):
+        farspan.attention.seam.install(loaded, scales)
+        with pytest.raises(FarspanError, match="no patch gave it; apply them with Patch.apply"):
+            ModelObject.wrap(loaded)
+    farspan.attention.seam.uninstall(loaded)
+    assert ModelObject.wrap(loaded).patch is None
+
+
+def test_a_patched_object_with_other_weights_is_not_extended(patched, tiny, tmp_path):  # noqa: F811
+    loaded = farspan.load(patched)
+    next(loaded.model.parameters()).data += 1
+    options = dict(overrides=LESS, data=tiny / "text.txt")
+    with pytest.raises(FarspanError, match="have changed since its patch was applied"):
+        farspan.extend(loaded, 256, tmp_path / "out", "headlog", **options)
 
 
 def test_packages_that_are_commands_can_be_called(monkeypatch):

@@ -25,7 +25,13 @@ from transformers import (
 
 from farspan.attention.building import model_class
 from farspan.attention.model_facts import config_train_length, required_attention
-from farspan.attention.patch import IncompatiblePatchError, Patch, WrongBaseError, corrupt_patch
+from farspan.attention.patch import (
+    IncompatiblePatchError,
+    Patch,
+    WrongBaseError,
+    corrupt_patch,
+    remember_folder,
+)
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.checkpoints import MissingModelError, check_report, check_weights, quiet, readable
 from farspan.custom_code import import_code, resolve_reference
@@ -196,8 +202,11 @@ def _tokenizer_of(source: ModelObject) -> transformers.PreTrainedTokenizerBase |
     """That of the object, or of the folder or hub id that it was loaded from."""
     if source.tokenizer is not None:
         return source.tokenizer
-    known = Path(source).is_dir() or is_hub_id(source)
-    return _load_tokenizer(str(source), False) if known else None
+    name = str(source)
+    if source.patch is not None:
+        name = str(resolve_bundled(base_source(Path(source), source.patch)))
+    known = Path(name).is_dir() or is_hub_id(name)
+    return _load_tokenizer(name, False) if known else None
 
 
 def _lift_length_limit(model: PreTrainedModel) -> None:
@@ -298,10 +307,10 @@ def check_source(
 
 def find_train_length(source: str | Path, trust_remote_code: bool = False) -> int | None:
     """The train length of a model, by its patch or its config alone."""
-    if isinstance(source, ModelObject):
-        return config_train_length(source.model.config)
     if (patch := find_patch(source)) is not None:
         return patch.train_length
+    if isinstance(source, ModelObject):
+        return config_train_length(source.model.config)
     file = Path(source)
     if file.suffix != ".gguf":
         return config_train_length(load_config(source, trust_remote_code=trust_remote_code))
@@ -309,13 +318,13 @@ def find_train_length(source: str | Path, trust_remote_code: bool = False) -> in
 
 
 def find_patch(source: str | Path) -> Patch | None:
-    """The patch in a folder, or of a bundled model; None if `source` has none."""
+    """The patch in a folder, of a bundled model or of a model object; None without one."""
+    if isinstance(source, ModelObject):
+        return source.patch
     return Patch.load(Path(resolve_bundled(source))) if is_patch(source) else None
 
 
 def is_patch(source: str | Path) -> bool:
-    if isinstance(source, ModelObject):
-        return False
     return (Path(resolve_bundled(source)) / "patch.json").exists()
 
 
@@ -496,6 +505,7 @@ def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
         ) from None
     except IncompatiblePatchError as error:
         raise corrupt_patch(folder, error) from None
+    remember_folder(model, folder, base_source(folder, patch))
     if half:
         for parameter in model.parameters():
             parameter.data = parameter.data.half()

@@ -11,8 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.attention import seam
-from farspan.errors import FarspanError
+from farspan.attention.patch import Patch, applied_patch
 
 # A name or path, a model object, or what `load` returns: a model and its tokenizer.
 ModelLike = str | Path | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
@@ -24,9 +23,10 @@ T = TypeVar("T")
 class ModelObject(str):
     """The name of a model that is in memory: where it was loaded from, or else its class."""
 
-    __slots__ = ("model", "tokenizer")
+    __slots__ = ("model", "patch", "tokenizer")
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+    patch: Patch | None  # that it has
 
     @classmethod
     def wrap(cls, value: Any) -> Any:
@@ -37,13 +37,11 @@ class ModelObject(str):
             model, tokenizer = value, None
         else:
             return [cls.wrap(each) for each in value] if isinstance(value, list) else value
-        if seam.installed(model):
-            raise FarspanError(
-                f"this {type(model).__name__} has a patch; give the patch folder instead of the "
-                "object"
-            )
-        name = cls(getattr(model, "name_or_path", "") or type(model).__name__)
+        applied = applied_patch(model)
+        folder = applied.folder if applied else ""
+        name = cls(folder or getattr(model, "name_or_path", "") or type(model).__name__)
         name.model, name.tokenizer = model, tokenizer
+        name.patch = applied.patch if applied else None
         return name
 
     def copy_model(self, device: Any) -> PreTrainedModel:

@@ -48,6 +48,9 @@ POSITIVE_ROPE_PARAMETERS = (
 )
 
 
+APPLIED_KEY = "_farspan_patch"  # in the __dict__ of a patched model
+
+
 class WrongBaseError(FarspanError):
     """The model's weights are not the ones that the patch was fitted on."""
 
@@ -126,6 +129,7 @@ class Patch(Summarized):
                 parameters[name].copy_(weight)
         if scales is not None:
             seam.install(model, scales)
+        _remember(model, self)
         return model
 
     def portable(self) -> Patch:
@@ -269,6 +273,68 @@ class Patch(Summarized):
             str(base.get("label", "")),
             record.get("begin_of_text"),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class AppliedPatch:
+    """The patch of a model object, and the folder that it was loaded from, if any."""
+
+    patch: Patch  # in the memory of a model without weights, which are the model's own
+    weights: tuple[str, ...]  # the names of those that it replaced
+    folder: str = ""
+
+
+def _remember(model: PreTrainedModel, patch: Patch) -> None:
+    """Note the patch on the model; what an earlier one changed besides scales stays changed."""
+    weights, earlier = tuple(patch.weights or ()), model.__dict__.get(APPLIED_KEY)
+    patch = replace(patch, weights=None)
+    if earlier is not None and earlier.patch.model == patch.model:
+        layout = earlier.patch.layout if patch.layout is None else None
+        kept = replace(earlier.patch, scales=None, layout=layout)
+        if kept.rope is not None or layout is not None:
+            patch = kept.then(patch)
+    model.__dict__[APPLIED_KEY] = AppliedPatch(patch, weights)
+
+
+def remember_folder(model: PreTrainedModel, folder: Path, base: str) -> None:
+    """Note on a patched model where its patch and its base model come from."""
+    applied = model.__dict__[APPLIED_KEY]
+    patch = replace(applied.patch, name=base)
+    model.__dict__[APPLIED_KEY] = replace(applied, patch=patch, folder=str(folder))
+
+
+def applied_patch(model: PreTrainedModel) -> AppliedPatch | None:
+    """What was applied to a model object, as it is now; None if the model is as it was trained."""
+    applied = model.__dict__.get(APPLIED_KEY)
+    attached = any(state.scales or state.layout for state in seam.attached_states(model))
+    if attached and (applied is None or not _is_attached(model, applied.patch)):
+        raise FarspanError(
+            f"the attention of this {type(model).__name__} has scales or a layout that no patch "
+            "gave it; apply them with Patch.apply, or take them off with "
+            "farspan.attention.seam.uninstall"
+        )
+    if applied is None:
+        return None
+    patch = applied.patch if attached else replace(applied.patch, scales=None, layout=None)
+    if not attached and patch.rope is None and not applied.weights:
+        return None
+    parameters = dict(model.named_parameters())
+    weights = {name: parameters[name].detach() for name in applied.weights}
+    return replace(applied, patch=replace(patch, weights=weights or None))
+
+
+def _is_attached(model: PreTrainedModel, patch: Patch) -> bool:
+    """Whether the scales and the layout on the model's attention are those of the patch."""
+    rows = {state.layer: state.scales for state in seam.attached_states(model) if state.scales}
+    if seam.installed_layout(model) != patch.layout:
+        return False
+    if patch.scales is None or set(rows) != set(patch.scales.layers):
+        return not rows and patch.scales is None
+    tables = {
+        layer: patch.scales.row(index, rows[layer].heads)
+        for index, layer in enumerate(patch.scales.layers)
+    }
+    return all(rows[layer].equals(table) for layer, table in tables.items())
 
 
 def corrupt_patch(folder: Path, cause: object) -> CorruptError:

@@ -81,6 +81,15 @@ class Scales:
         slope = None if self.slope is None else self.slope.to(device)
         return replace(self, base=self.base.to(device), slope=slope)
 
+    def equals(self, other: Scales) -> bool:
+        """Whether both tables hold the same numbers."""
+        formulas = [(each.layers, each.basis, each.length) for each in (self, other)]
+        tables = zip((self.base, self.slope), (other.base, other.slope), strict=True)
+        return formulas[0] == formulas[1] and all(
+            one is two if one is None or two is None else torch.equal(one.cpu(), two.cpu())
+            for one, two in tables
+        )
+
     def at(self, n: Tensor) -> Tensor:
         """λ̂ for numbers of visible keys n [...]: float32 [layers, heads, ...]."""
         ones = (1,) * n.ndim

@@ -92,6 +92,8 @@ def model_identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) 
         tables = [None if t is None else t.tolist() for t in (scales.base, scales.slope)]
         at = [list(scales.layers), scales.basis, scales.length]
         identity["scales"] = cell_key({"at": at, "tables": tables})
+    if patch is not None and patch.layout is not None and not patch.weights:
+        identity["layout"] = cell_key(patch.layout.to_json())  # weights that fit it differ already
     identity["tokenizer"] = tokenizer_fingerprint(tokenizer)
     identity["begin and ends"] = f"{tokenizer.bos_token_id} {end_tokens(model, tokenizer)}"
     start, adds = begin_of_text(tokenizer), adds_begin_of_text(tokenizer)

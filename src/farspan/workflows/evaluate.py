@@ -53,7 +53,7 @@ from farspan.loading import (
     find_train_length,
 )
 from farspan.model.compile import compiled_layers
-from farspan.model_objects import ModelLike, accepts_model_objects
+from farspan.model_objects import ModelLike, ModelObject, accepts_model_objects
 from farspan.progress import Progress, automatic, shows_progress
 from farspan.record import write_record
 from farspan.report import figures, style
@@ -372,8 +372,10 @@ def _check_suite(out: Path, suite: str) -> None:
 def _position(source: str | Path, other: str | Path | None, position: str | None) -> str | None:
     """The position encoding to load a model with: the requested one, or, for the base model of a
     patch, the one that the patch names."""
-    if position is not None or other is None or (patch := find_patch(other)) is None:
+    if position is not None or other is None or isinstance(source, ModelObject):
         return position
+    if (patch := find_patch(other)) is None:
+        return None
     base = base_source(Path(other), patch)
     same = Path(resolve_bundled(source)).resolve() == Path(resolve_bundled(base)).resolve()
     return patch.position if same else None

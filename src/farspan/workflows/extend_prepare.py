@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.model_facts import config_train_length, max_positions
-from farspan.attention.patch import Patch
+from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
 from farspan.begin_of_text import BeginOfText, check_choice, decide_begin_of_text
 from farspan.bundled import resolve_bundled
@@ -39,6 +39,7 @@ from farspan.methods.registry import (
     unused_settings,
 )
 from farspan.model.loss import token_losses
+from farspan.model_objects import ModelObject
 from farspan.progress import Progress
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import (
@@ -160,6 +161,7 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     model, tokenizer = run.load()
     if run.start is not None:
         replace(run.start, scales=None).apply(model)
+        _check_same_weights(run.model, model)
     advance()
     layers = probe(model)  # refuses what no text can run
     begin = decide_begin_of_text(model, tokenizer, run.bos, run.start)
@@ -183,6 +185,15 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     default = preset_config(run.preset)
     unused = unused_settings(run.names, layers, model, job, run.config, default)
     return Prepared(run, model, tokenizer, layers, splits, made, job, (*notes, *unused), begin)
+
+
+def _check_same_weights(source: str | Path, patched: PreTrainedModel) -> None:
+    """Refuse a model object whose weights are not those of its base model and its patch."""
+    if isinstance(source, ModelObject) and fingerprint(source.model) != fingerprint(patched):
+        raise FarspanError(
+            f"the weights of this {type(patched).__name__} have changed since its patch was "
+            "applied, so no patch of its base model describes it; give the patch folder"
+        )
 
 
 def _joined_note(splits: Mapping[str, Windows]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from farspan.attention.model_facts import (
     layer_heads,
     most_heads,
 )
-from farspan.attention.patch import Patch
+from farspan.attention.patch import Patch, applied_patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.attention.small_config import head_counts, head_dim
@@ -178,7 +178,12 @@ def inspect(
         scaled = existing_rope_scaling(model.config.get_text_config()) is not None
         calls = next_calls(inspection.layers, inspection.train_length, scaled)
         calls = calls if inspection.next_commands else ()  # it could not be probed
-        return _with_check(replace(inspection, next_commands=calls), model, check)
+        inspection = _with_check(replace(inspection, next_commands=calls), model, check)
+        if (applied := applied_patch(model)) is None:
+            return inspection
+        base = base_source(Path(applied.folder), applied.patch)
+        call = f"farspan.evaluate((model, tokenizer), baseline={base!r})"
+        return _with_patch(inspection, applied.patch, call)
     folder, name = Path(model), str(model)
     advance(0, "load the model")
     if folder.suffix == ".gguf" and not folder.is_dir() and not check:
@@ -198,7 +203,10 @@ def inspect(
     _check_weights(loaded, name)
     inspection, patch = _inspect_model(loaded, name, advance), find_patch(model)
     inspection = _with_check(inspection, loaded, check)
-    return inspection if patch is None else _with_patch(inspection, folder, patch)
+    if patch is None:
+        return inspection
+    command = f"farspan eval {name} --baseline {base_source(folder, patch)} -o results"
+    return _with_patch(inspection, patch, command)
 
 
 def _without_weights(inspection: Inspection) -> Inspection:
@@ -213,12 +221,10 @@ def _without_weights(inspection: Inspection) -> Inspection:
     return replace(inspection, next_commands=commands, warnings=(*inspection.warnings, note))
 
 
-def _with_patch(inspection: Inspection, folder: Path, patch: Patch) -> Inspection:
-    """The inspection of a patched model with what the patch changes."""
+def _with_patch(inspection: Inspection, patch: Patch, command: str) -> Inspection:
+    """The inspection of a patched model with what the patch changes, and the next command."""
     parts = "; ".join(describe_patch(patch))
     note = f"patched by {patch.method} for {patch.target:,} tokens: {parts}"
-    base = base_source(folder, patch)
-    command = f"farspan eval {inspection.model} --baseline {base} -o results"
     return replace(
         inspection,
         patch=patch.portable().describe(),
