@@ -23,6 +23,7 @@ from farspan import progress as progress_module
 from farspan.attention.layout import Layout
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
+from farspan.data.documents import read_documents
 from farspan.diagnosis.curves import Curves
 from farspan.diagnosis.result import Diagnoses, Diagnosis
 from farspan.errors import FarspanError
@@ -596,19 +597,39 @@ def test_bars_can_be_opened_by_hand(capsys):
 # Examples.
 
 
+FIRST = ("extend", "evaluate")  # their folders are the subject of other examples
+
+
 @pytest.mark.long
 def test_the_examples_of_docstrings_run(tmp_path, monkeypatch):
-    """With less text than the preset that they take."""
+    """Every public name has one. With less text than the preset that they take."""
     less = ("search.max_steps=2", "choose_windows=1", "report_windows=1", "passkeys=0")
     monkeypatch.setitem(presets.PRESETS, "quick", less)
+    monkeypatch.setenv("FARSPAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(verbose=False)
-    ran = 0
-    for name in ("load", "inspect", "diagnose", "extend", "evaluate", "export", "generate"):
-        function = getattr(farspan, name)
-        for test in finder.find(function, name, globs={"farspan": farspan}):
-            with contextlib.redirect_stdout(sys.stderr):
-                outcome = runner.run(test)
-            assert not outcome.failed, name
-            ran += bool(outcome.attempted)
-    assert ran == 7
+    write_texts(tmp_path / "texts")
+    runner = doctest.DocTestRunner(verbose=False)
+    for name in (*FIRST, *(each for each in farspan.__all__ if each not in FIRST)):
+        example = example_of(name)
+        with contextlib.redirect_stdout(sys.stderr):
+            outcome = runner.run(example)
+        assert not outcome.failed, name
+
+
+@pytest.mark.parametrize("name", farspan.__all__)
+def test_every_public_name_has_an_example_with_an_outcome(name):
+    assert any(example.want for example in example_of(name).examples)
+
+
+def example_of(name: str) -> doctest.DocTest:
+    text = inspect.getdoc(getattr(farspan, name))
+    return doctest.DocTestParser().get_doctest(text, {"farspan": farspan}, name, None, None)
+
+
+def write_texts(folder: Path) -> None:
+    """Three texts of 60,000 characters."""
+    folder.mkdir()
+    text = next(iter(read_documents("python-docs"))).text
+    for number, name in enumerate("abc"):
+        part = text[number * 60_000 : (number + 1) * 60_000]
+        (folder / f"{name}.txt").write_text(part)

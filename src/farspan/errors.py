@@ -10,7 +10,14 @@ from collections.abc import Iterable, Sized
 
 
 class FarspanError(Exception):
-    """Invalid usage or input. The CLI prints the message without a traceback and exits with 2."""
+    """Invalid usage or input. The CLI prints the message without a traceback and exits with 2.
+
+    >>> try:
+    ...     farspan.load("nope-twn")
+    ... except farspan.FarspanError as error:
+    ...     print(str(error).partition("; ")[2])
+    did you mean the bundled model nope-twin?
+    """
 
     exit_code = 2
 

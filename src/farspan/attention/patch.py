@@ -61,7 +61,13 @@ class IncompatiblePatchError(FarspanError):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Patch(Summarized):
-    """What a method changes in one base model to reach a target length."""
+    """What a method changes in one base model to reach a target length.
+
+    >>> patch = farspan.Patch.load("rope-1k")  # written by farspan.extend
+    >>> patch.rope["rope_type"]
+    'yarn'
+    >>> model = patch.apply(farspan.load("rope-twin").model)
+    """
 
     method: str
     model: str  # fingerprint of the base weights; other models are refused

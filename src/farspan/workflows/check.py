@@ -128,7 +128,8 @@ def check(
         length.
     tolerance: nats that the mean of 32 positions may differ by.
 
-    >>> farspan.check("runs/extended", "exported").holds
+    >>> farspan.check("rope-1k", farspan.export("rope-1k", "rope-1k-stock", "stock").folder).holds
+    True
     """
     options: LoadOptions = {
         "device": resolve_device(device),

@@ -87,6 +87,9 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
 
     Those of a single run are to its baseline.
     out: a .md, .csv or .json file; an existing one is replaced.
+
+    >>> farspan.compare(["results"], "table.md").reference  # a folder of farspan.evaluate
+    'nope-twin'
     """
     out = Path(out)
     if out.suffix not in SUFFIXES or out.is_dir():

@@ -130,7 +130,9 @@ def run(
 ) -> LabResult:
     """Train and evaluate the missing models of a study, wait for other processes, write results.
 
-    >>> run("lab-tiny", [], "runs/lab-tiny").ranks[0].encoding
+    >>> changes = ['encodings=["none"]', "train.steps=20", "test_examples=20"]
+    >>> farspan.lab("lab-tiny", changes, "runs/lab-tiny").learned  # of all, too soon
+    (0, 1)
     """
     study, out = read_study(recipe, overrides, trust_remote_code=trust_remote_code), Path(out)
     device = resolve_device(device)

@@ -168,7 +168,10 @@ def pretrain(
 ) -> PretrainResult:
     """Train a recipe, or resume its run, and write the finished model to OUT/model.
 
-    >>> pretrain("twin-nope", ["data.folder=path/to/data"], "runs/twin-nope")
+    >>> text = ["data.folder=texts", 'data.sources={own={files="*.txt", weight=1.0}}']
+    >>> size = ["model.layers=2", "train.batch=2", "train.steps=2"]
+    >>> farspan.pretrain("twin-nope", [*text, *size], "runs/own").steps
+    2
     """
     config = read_recipe(recipe, overrides)
     run = Path(out or Path("runs") / Path(recipe).stem)

@@ -32,6 +32,9 @@ def report(
     """Write one HTML page about the runs in `folders`; it needs no network to be viewed.
 
     Runs of `diagnose`, `extend`, `eval`, `reproduce`, `lab run` and `pretrain` have figures.
+
+    >>> farspan.report(["results", "rope-1k"], "runs.html").name
+    'runs.html'
     """
     out = Path(out)
     if out.is_dir():

@@ -120,6 +120,12 @@ def reproduce(
 
     The folder `out` (default: runs/STUDY) receives results.json, tables.md and figures. Several
     processes can run the same study in the same folder: each takes cells that nobody has claimed.
+
+    >>> texts = ["folder=texts", "search=a.txt", "choose=b.txt", 'report=["c.txt"]']
+    >>> models = ['methods={nope-twin=["none"]}', "grids=[]", "factors=[2]", "beyond={}"]
+    >>> size = ["report_factor=2", "report_windows=1", "passkeys=1"]
+    >>> farspan.reproduce("extend-small", [*texts, *models, *size], "runs/small")[0]["method"]
+    'none'
     """
     recipe, out = read_study(study, overrides), study_folder(study, out)
     cells: list[AnyCell] = [*list_cells(recipe), *list_grids(recipe)]
