@@ -875,3 +875,41 @@ def test_perplexity_and_passkeys_beyond_the_train_length(own_attention, tmp_path
     lengths = [score.length for score in result.scores if score.metric == "ppl"]
     assert lengths == [64, 128]
     assert max(score.length for score in result.scores if score.metric == "passkey") > 128
+
+
+@pytest.mark.long
+def test_the_time_is_said_from_a_timed_window_before_the_windows_are_read(
+    model_folder, tmp_path, monkeypatch
+):
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d " * 2000)
+    events = []
+
+    def timed(device, work):
+        work()
+        return 20.0
+
+    def progress(label, steps):
+        events.append(label)
+        return lambda count=1, note="": None
+
+    def diagnose(models, **options):
+        events.clear()
+        options |= {"data": text, "lengths": "64:128", "windows": 2, "say": events.append}
+        return farspan.diagnose(models, progress=progress, **options)
+
+    monkeypatch.setattr(diagnose_workflow, "fastest_run", timed)
+    diagnose(model_folder)
+    name = model_names([model_folder])[0]
+    said = f"{name}: 2 windows of 128 tokens, about 40 seconds"
+    assert events == [f"load and read {name}", said, name]
+    diagnose([model_folder, model_folder], scales=[1.0, 1.2])
+    notes = [event for event in events if "about" in event]
+    assert notes == [
+        f"{model_folder}{number}: 4 windows of 128 tokens, about 80 seconds"
+        for number in ("", " (2)")
+    ]
+    assert "total" in events
+    monkeypatch.setattr(diagnose_workflow, "fastest_run", lambda device, work: 1.0)
+    diagnose(model_folder)
+    assert not any("about" in event for event in events), "two seconds are not worth a sentence"

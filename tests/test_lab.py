@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +23,7 @@ import torch
 from scipy.stats import rankdata
 
 import farspan
-from farspan import cli
+from farspan import cli, progress
 from farspan.cells import cell_key
 from farspan.errors import FarspanError
 from farspan.lab import study as lab_study
@@ -58,7 +60,7 @@ from farspan.lab.tasks import TASKS, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
-from farspan.workflows import lab_training
+from farspan.workflows import lab_estimate, lab_training
 from farspan.workflows.attention_analysis import compare_attention, theorems
 from farspan.workflows.lab import RECIPE_DIR, LabResult, dump, read_study, run, summarize
 from farspan.workflows.lab_estimate import estimate
@@ -105,6 +107,25 @@ def finished(tmp_path_factory) -> Path:
 def no_figures(monkeypatch):
     """Drawing takes longer than training the small study."""
     monkeypatch.setattr(lab_workflow.style, "save", lambda figure, stem: None)
+
+
+@pytest.mark.long
+def test_a_study_says_its_least_time_and_then_what_its_steps_show(
+    tmp_path, no_figures, monkeypatch
+):
+    """The clock runs a second at every look."""
+    monkeypatch.setattr(lab_estimate, "matmul_flops_per_second", lambda *args: 1e6)
+    seconds = itertools.count()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(seconds)))
+    (tmp_path / "small.toml").write_text(SMALL)
+    messages: list[str] = []
+    run(str(tmp_path / "small.toml"), [], tmp_path / "out", say=messages.append)
+    assert re.fullmatch(r"8 models to train, at least .* for matrix products", messages[0])
+    assert re.fullmatch(r"about .* in all, by the first steps", messages[1])
+    assert len(messages) == 2 + 8, "each once"
+    messages.clear()
+    run(str(tmp_path / "small.toml"), [], tmp_path / "out", say=messages.append)
+    assert not messages
 
 
 def test_run_trains_every_cell_once_and_resumes(finished, no_figures):

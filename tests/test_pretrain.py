@@ -26,10 +26,12 @@ from farspan.errors import FarspanError
 from farspan.files import check_manifest
 from farspan.model import FarspanForCausalLM
 from farspan.model.loss import last_losses, token_losses
+from farspan.progress import format_duration
 from farspan.recipe import from_toml, to_toml
 from farspan.train import corpus
 from farspan.train.metadata import trained_with_passkeys
 from farspan.train.pretrain import PretrainConfig, flops_per_token, matrix_weights
+from farspan.workflows import pretrain as pretrain_workflow
 from farspan.workflows.pretrain import RECIPE_DIR, estimate, pretrain, read_recipe
 
 RECIPES = sorted(path.stem for path in RECIPE_DIR.glob("*.toml"))
@@ -213,6 +215,26 @@ def test_a_run_writes_a_model_with_its_card_and_is_not_repeated(tiny, tmp_path):
     raw, _ = again.plot().axes[0].lines
     assert len(raw.get_xdata()) == 6
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e15])
+def test_a_run_says_its_time_first_and_shows_its_steps(tiny, tmp_path, monkeypatch, rate):
+    monkeypatch.setattr(pretrain_workflow, "matmul_flops_per_second", lambda *args: rate)
+    events = []
+
+    def progress(label, steps):
+        return lambda count=1, note="": events.append((label, count, note))
+
+    pretrain(str(tiny), ["steps=3"], tmp_path / "run", progress=progress, say=events.append)
+    cost = estimate(read_recipe(str(tiny), ["steps=3"])).flops / rate
+    said = [event for event in events if isinstance(event, str)]
+    at_least = f"at least {format_duration(cost)} at {rate / 1e12:.3g} TFLOP/s"
+    assert said == ([f"2,400 tokens to train on, {at_least}"] if rate == 1e6 else [])
+    assert events[: len(said)] == said, "before the text is read"
+    steps = [event for event in events if event[0] == "pretrain tiny"]
+    assert [count for _, count, _ in steps] == [1, 1, 1]
+    assert steps[-1][2].startswith("loss ")
+    assert "tokens/s" in steps[-1][2]
 
 
 def test_a_model_without_passkey_documents_says_so(tiny, tmp_path):

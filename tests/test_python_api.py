@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import inspect
 import json
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -301,6 +302,18 @@ def test_values_are_shortened_and_made_plain():
     }
 
 
+@pytest.mark.long
+def test_extend_says_its_time_without_matplotlib():
+    """It takes a tenth of the time until then, and only the end of the command draws."""
+    code = (
+        "import farspan, sys\n"
+        "def say(text):\n"
+        "    sys.exit('matplotlib' in sys.modules)\n"
+        "farspan.extend('nope-twin', 1024, 'never', 'uniform', say=say)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 # Lengths and models.
 
 
@@ -574,6 +587,68 @@ def test_the_total_says_what_is_left_and_jumps_over_saved_work(monkeypatch):
     assert notes[-1] == "about 0 seconds left"
     progress("not a stage", 1)()
     assert sum(counts) == pytest.approx(100)
+
+
+@pytest.fixture
+def timed_total(monkeypatch):
+    """Two stages of costs without a unit, the notes of their total bar, and what was said."""
+    clock = types.SimpleNamespace(now=0.0, notes=[], said=[])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock.now)
+
+    def record(label, steps):
+        return lambda count=1, note="": clock.notes.append(note) if label == "total" else None
+
+    def start(*, processes=1):
+        stages = [Stage("first", 100, 10), Stage("second", 300, 10)]
+        return with_total(record, stages, clock.said.append, processes)
+
+    clock.start = start
+    return clock
+
+
+def test_a_total_without_a_unit_is_said_once_steps_were_timed(timed_total):
+    first = timed_total.start()("first", 10)
+    assert set(timed_total.notes) == {""}, "nothing is known yet"
+    timed_total.now = 30.0
+    first()  # it compiles, so its time does not count
+    timed_total.now = 30.5
+    first()
+    assert not timed_total.said, "half a second shows no pace"
+    timed_total.now = 32.0
+    first()
+    assert timed_total.said == ["about 69 seconds in all, by the first steps"], "32 + 370 / 10"
+    timed_total.now = 33.0
+    first()
+    assert timed_total.notes[-1] == "about 36 seconds left"
+    assert len(timed_total.said) == 1
+
+
+def test_processes_share_a_total(timed_total):
+    first = timed_total.start(processes=2)("first", 10)
+    first()
+    timed_total.now = 10.0
+    first()
+    assert timed_total.said == ["about 3.3 minutes in all, by the first steps"], "10 + 380 / 2"
+
+
+def test_a_short_total_is_not_said(timed_total):
+    first = timed_total.start()("first", 10)
+    first()
+    timed_total.now = 1.0
+    first(9)
+    assert timed_total.notes[-1] == "about 3 seconds left"
+    assert not timed_total.said
+
+
+def test_a_single_stage_has_no_second_bar():
+    labels = []
+
+    def record(label, steps):
+        labels.append(label)
+        return lambda count=1, note="": None
+
+    with_total(record, [Stage("only", 10.0, 10)])("only", 10)()
+    assert labels == ["only"]
 
 
 def test_a_bar_of_unknown_length_ends_when_the_next_begins():

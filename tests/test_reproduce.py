@@ -38,8 +38,8 @@ from farspan.report.study_tables import (
 )
 from farspan.report.style import save
 from farspan.train.metadata import write_training_metadata
+from farspan.workflows import extend_estimate, reproduce_benchmarks, timing
 from farspan.workflows import reproduce as reproduce_workflow
-from farspan.workflows import reproduce_benchmarks
 from farspan.workflows.reproduce import (
     _describe,
     _search_defaults,
@@ -47,7 +47,14 @@ from farspan.workflows.reproduce import (
     reproduce,
     summarize,
 )
-from farspan.workflows.reproduce_study import ReproduceStudy, StudyCell, list_cells, read_study
+from farspan.workflows.reproduce_estimate import model_stages
+from farspan.workflows.reproduce_study import (
+    ReproduceStudy,
+    StudyCell,
+    list_cells,
+    list_grids,
+    read_study,
+)
 
 
 @pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])
@@ -230,6 +237,7 @@ def _write_study(folder: Path) -> None:
 
 def _use_tiny_model(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(reproduce_workflow, "find_or_train_model", lambda *args: folder / "model")
+    patch.setattr(reproduce_workflow, "model_stages", lambda *args: iter(()))
     patch.setattr(
         reproduce_workflow, "passkey_accuracy", lambda model, tokenizer, length, **options: 0.5
     )
@@ -268,6 +276,52 @@ def finished(tiny, finished_once) -> FinishedStudy:
     """The finished study, copied to the folder `out` of a tiny study."""
     shutil.copytree(finished_once.out, tiny / "out")
     return finished_once._replace(out=tiny / "out")
+
+
+def test_a_study_says_its_time_before_anything_is_measured(tiny, finished, monkeypatch):
+    """Finished cells take none."""
+    monkeypatch.setattr(reproduce_workflow, "SAID_FROM", 0.0)
+    monkeypatch.setattr(reproduce_workflow, "model_stages", model_stages)
+    monkeypatch.setattr(reproduce_workflow, "_trained_model", lambda *args: tiny / "model")
+
+    def announced(out: Path, seconds: float) -> str:
+        monkeypatch.setattr(timing, "fastest_run", lambda device, work: seconds)
+        monkeypatch.setattr(extend_estimate, "fastest_run", lambda device, work: 3 * seconds)
+
+        def first(text: str) -> None:
+            raise StopStudyError(text)
+
+        with pytest.raises(StopStudyError) as said:
+            reproduce(str(tiny / "study.toml"), [], out, say=first)
+        assert not (tiny / "new").exists()
+        return str(said.value)
+
+    slow, fast = announced(tiny / "new", 20.0), announced(tiny / "new", 10.0)
+    assert slow.startswith("5 of 5 cells to measure: at most about ")
+    assert slow != fast
+    _delete_uniform_cell(finished.out)
+    assert announced(finished.out, 10.0).startswith("1 of 5 cells to measure: at most about ")
+
+
+class StopStudyError(Exception):
+    """Raised to look no further."""
+
+
+def test_every_cell_of_a_study_has_its_share_of_the_total(tiny, monkeypatch):
+    monkeypatch.setattr(timing, "fastest_run", lambda device, work: 1.0)
+    monkeypatch.setattr(extend_estimate, "fastest_run", lambda device, work: 3.0)
+    study = read_study(str(tiny / "study.toml"))
+    (name,) = study.methods
+    cells = [*list_cells(study), *list_grids(study)]
+    trained = tiny / "model"
+    seconds = {s.name: s.seconds for s in model_stages(study, name, trained, cells, "cpu")}
+    assert list(seconds) == [cell.label for cell in cells]
+    plain = seconds[f"{name} none ×1 s0"]
+    assert all(each > plain > 0 for label, each in seconds.items() if "×2" in label)
+    more = replace(study, report_windows=2 * study.report_windows, passkeys=2 * study.passkeys)
+    twice = {s.name: s.seconds for s in model_stages(more, name, trained, cells, "cpu")}
+    assert twice[f"{name} none ×1 s0"] == pytest.approx(2 * plain)
+    assert not list(model_stages(study, name, trained, [], "cpu"))
 
 
 def _delete_uniform_cell(out: Path) -> None:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 LOG_INTERVAL = 30.0  # seconds between two lines where there is no terminal
 NOTEBOOK_INTERVAL = 0.2  # seconds between two updates of the bars in a notebook
 NOTEBOOK_WIDTH = 110  # characters
+TIMED = 1.0  # seconds of steps from which a pace is known
+SAID_FROM = 5.0  # seconds; shorter work is not worth a sentence
 LEFT = " left"  # the end of a note that says the remaining time
 
 _displays: list[_Display] = []  # open now
@@ -215,12 +217,22 @@ class Stage:
     steps: int = 0  # of its bar, where the bar itself does not know
 
 
-def with_total(progress: Progress, stages: Sequence[Stage]) -> Progress:
+def with_total(
+    progress: Progress,
+    stages: Sequence[Stage],
+    say: Callable[[str], None] | None = None,
+    processes: int = 1,
+) -> Progress:
     """Progress with one more bar, which shows the remaining time of all stages together.
 
     What a stage saves, such as a search that ends early, counts as done when the next one begins.
+    say: the costs of the stages have any unit, and their pace is measured from the end of the first
+        step on, which may compile kernels; called once with the total time.
+    processes: that share the stages.
     """
-    return _Total(progress("total", 100), progress, stages).bar
+    advance = progress("total", 100) if len(stages) > 1 else silent("total", 100)
+    kind = _Total if say is None else functools.partial(_TimedTotal, say=say, processes=processes)
+    return kind(advance, progress, stages).bar
 
 
 class _Total:
@@ -256,13 +268,34 @@ class _Total:
     def _move(self, done: float) -> None:
         step = max(0.0, done - self.done)
         self.done += step
-        pace = (time.monotonic() - self.started) / self.worked if self.worked else 1.0
-        left = self._left(pace * (self.expected - self.done))
-        self.advance(100 * step / self.expected, left)
+        self.advance(100 * step / self.expected, self._left(self.expected - self.done))
 
-    @staticmethod
-    def _left(seconds: float) -> str:
-        return f"about {format_duration(seconds)}{LEFT}"
+    def _left(self, cost: float) -> str:
+        pace = (time.monotonic() - self.started) / self.worked if self.worked else 1.0
+        return f"about {format_duration(pace * cost)}{LEFT}"
+
+
+class _TimedTotal(_Total):
+    """The total of stages whose pace is known when steps after the first one were timed."""
+
+    def __init__(self, *arguments: Any, say: Callable[[str], None], processes: int):
+        self.say: Callable[[str], None] | None = say
+        self.processes = processes
+        self.first: tuple[float, float] | None = None  # when the first step ended, and its cost
+        super().__init__(*arguments)
+
+    def _left(self, cost: float) -> str:
+        now = time.monotonic()
+        if self.first is None and self.worked:
+            self.first = now, self.worked
+        if self.first is None or now - self.first[0] < TIMED or self.worked <= self.first[1]:
+            return ""
+        pace = (now - self.first[0]) / (self.worked - self.first[1]) / self.processes
+        if self.say is not None:
+            say, self.say = self.say, None
+            if (total := now - self.started + pace * cost) >= SAID_FROM:
+                say(f"about {format_duration(total)} in all, by the first steps")
+        return f"about {format_duration(pace * cost)}{LEFT}"
 
 
 def format_duration(seconds: float) -> str:

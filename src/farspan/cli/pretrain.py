@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -13,9 +12,9 @@ from rich.markup import escape
 from farspan.cli.choices import complete_recipe
 from farspan.cli.console import (
     console,
-    format_count,
     format_memory,
     make_facts,
+    note,
     print_json,
     print_line,
 )
@@ -24,7 +23,6 @@ from farspan.progress import format_duration
 from farspan.signals import stoppable
 
 if TYPE_CHECKING:
-    from farspan.progress import Progress
     from farspan.workflows.pretrain import PretrainEstimate
 
 
@@ -55,14 +53,7 @@ def pretrain_command(
         show_estimate(recipe, estimate(read_recipe(recipe, overrides or [])), as_json)
         return
     with stoppable("the progress of the run is saved"), bars() as progress:
-        steps = read_recipe(recipe, overrides or []).train.steps
-        run = pretrain(
-            recipe,
-            overrides or [],
-            out,
-            progress=progress,
-            on_step=_step_bar(progress, steps),
-        )
+        run = pretrain(recipe, overrides or [], out, progress=progress, say=note)
     if as_json:
         print_json({"model": str(run.folder), "steps": run.steps, "loss": run.loss})
         return
@@ -71,22 +62,6 @@ def pretrain_command(
         f"{state}: {run.steps:,} steps, loss {run.loss:.3f}; "
         f"the model is in {escape(str(run.folder))}"
     )
-
-
-def _step_bar(progress: Progress, steps: int) -> Callable[[Any], None]:
-    """A progress bar with loss and speed, opened at the first step."""
-    advance: Callable[..., None] | None = None
-    last_step = 0
-
-    def on_step(metrics: Any) -> None:
-        nonlocal advance, last_step
-        advance = advance or progress("train", steps)
-        speed = f"{format_count(round(metrics.tokens_per_second))} tokens/s"
-        mfu = f", MFU {metrics.mfu:.0%}" if metrics.mfu else ""
-        advance(metrics.step - last_step, f"loss {metrics.loss:.3f}, {speed}{mfu}")
-        last_step = metrics.step
-
-    return on_step
 
 
 def show_estimate(recipe: str, estimate: PretrainEstimate, as_json: bool) -> None:

@@ -29,6 +29,7 @@ from farspan.train.steps import WARMUP_STEPS, on_stream
 log = logging.getLogger(__name__)
 
 BLOCK = 256  # steps whose rows are drawn at once
+EARLY = (1, 4, 16)  # steps that are shown, too, so that their time is known soon
 COMPILE_MIN_STEPS = 500  # compiling takes about ten seconds and pays off from here
 PASS_COST = 5e10  # parameters × tokens a GPU processes in the fixed time of one more pass
 MAX_GRAPHS = 256  # compiled in one process: one per row width and number of models
@@ -358,9 +359,11 @@ def train_fleet(
         trainer.draws.copy_(block[number % BLOCK])
         torch.mul(base_rates, plan.lr_factor(number), out=trainer.state.rates)
         losses = step()
-        if (number + 1) % interval == 0 or number + 1 == plan.steps:
-            history.append(losses.float().cpu().numpy())
-            finite = history[-1][np.isfinite(history[-1])]
+        recorded = (number + 1) % interval == 0 or number + 1 == plan.steps
+        if recorded or number + 1 in EARLY:
+            values = losses.float().cpu().numpy()
+            history += [values] * recorded
+            finite = values[np.isfinite(values)]
             on_step(number + 1, float(finite.mean()) if len(finite) else math.nan)
     fleet.layer = map_models
     return np.stack(history)

@@ -36,9 +36,18 @@ from farspan.loading import (
 )
 from farspan.model.loss import token_losses
 from farspan.model_objects import ModelLike, accepts_model_objects
-from farspan.progress import Progress, automatic, shows_progress
+from farspan.progress import (
+    SAID_FROM,
+    Progress,
+    Stage,
+    automatic,
+    format_duration,
+    shows_progress,
+    with_total,
+)
 from farspan.record import write_record
 from farspan.report import figures, style
+from farspan.workflows.timing import ForwardSpeed, fastest_run, measured_part
 
 MIN_BINS, BINS_INSIDE = 256, 64  # position bins: in total, and inside the train length
 
@@ -92,7 +101,7 @@ def diagnose(
     diagnoses: list[Diagnosis] = []
     text_read: dict[str, Any] = {}
     for source, name in zip(sources, model_names(sources), strict=True):
-        loading = progress(f"{name}: load and read", 2)
+        loading = progress(f"load and read {name}", 2)
         options: LoadOptions = {
             "position": position,
             "device": device,
@@ -108,7 +117,7 @@ def diagnose(
         cut = cut_windows(documents, subject.tokenizer, max(lengths), windows, begin=begin)
         loading()
         text_read[str(source)] = cut.describe() | {"begin_of_text": subject.begin.to_json()}
-        diagnoses += _diagnose_model(subject, cut, scales, train_length, rule, progress)
+        diagnoses += _diagnose_model(subject, cut, scales, train_length, rule, progress, say)
         del subject  # hold one model at a time
     if out is not None:
         settings = {
@@ -158,6 +167,33 @@ class _Subject:
     begin: BeginOfText  # of its windows
 
 
+def _announce(
+    subject: _Subject,
+    cut: Windows,
+    readings: int,
+    progress: Progress,
+    say: Callable[[str], None],
+) -> Progress:
+    """Time a short window, and say what all windows take; the progress then shows the time left.
+
+    readings: of the windows of this model.
+    """
+    model, (windows, length) = subject.model, cut.ids.shape
+    layers, ids = probe_or_none(model), measured_part(model, cut.ids[:1])
+    with _model_errors(subject.source, length):
+        seconds = fastest_run(
+            model.device,
+            lambda: measure_curves(
+                model, ids, bins=MIN_BINS, entropy=layers is not None, name=str(subject.source)
+            ),
+        )
+    each = windows * ForwardSpeed(model, layers or (), seconds, ids.shape[1]).of(length)
+    if (total := readings * each) >= SAID_FROM:
+        count = f"{windows * readings} windows of {length:,} tokens"
+        say(f"{subject.name}: {count}, about {format_duration(total)}")
+    return with_total(progress, [Stage(subject.name, each, windows)] * readings)
+
+
 def _diagnose_model(
     subject: _Subject,
     cut: Windows,
@@ -165,9 +201,11 @@ def _diagnose_model(
     train_length: int | None,
     rule: KneeRule,
     progress: Progress,
+    say: Callable[[str], None],
 ) -> Iterator[Diagnosis]:
     """The diagnosis of a model as it is, or one for each uniform scale."""
     length = _checked_length(subject, cut, train_length)
+    progress = _announce(subject, cut, len(scales) or 1, progress, say)
     unscaled_loss = _loss_inside(subject, cut, length) if scales else None
     for value in scales or (None,):
         yield _diagnose_scale(subject, cut, value, length, unscaled_loss, rule, progress)

@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 from farspan.evals.engine import Engine
 from farspan.evals.scores import EvalCell
 from farspan.evals.suites import EvalModel
-from farspan.progress import LEFT, format_duration
+from farspan.progress import LEFT, SAID_FROM, format_duration
 from farspan.workflows.timing import ForwardSpeed, fastest_run, measured_length
 
 # The settings of a cell that count its texts.
 COUNTS = ("count", "curve", "keys", "samples", "limit")
-SAID_FROM = 5.0  # seconds; a shorter evaluation is not worth a sentence
 SHARED = {"passkey": 0.5}  # prompts share their beginning, on average half of a text
 ANSWERS = {"needle": 24, "nonliteral": 8, "ruler": 96, "longbench": 64}  # tokens, roughly
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,7 +42,6 @@ from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import Progress, Stage, automatic, shows_progress, with_total
 from farspan.recipe import to_toml
 from farspan.record import write_record
-from farspan.report import figures, style
 from farspan.summaries import Plotted, draw
 from farspan.train.sharding import processes
 from farspan.workflows.extend_estimate import (
@@ -54,6 +52,9 @@ from farspan.workflows.extend_estimate import (
 )
 from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, Say, make_run, prepare
 from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
 MANY_EPOCHS = 10  # of distillation, beyond which more text is advised
@@ -89,8 +90,10 @@ class ExtendResult(Plotted):
         }
 
 
-@draw.register
+@draw.register(ExtendResult)
 def _(result: ExtendResult) -> Figure:
+    from farspan.report import figures  # matplotlib takes a second to import
+
     title = result.patch.label or result.patch.name
     return figures.loss_curves(result.curves, result.patch.train_length, title)
 
@@ -431,6 +434,8 @@ def _is_identity(patch: Patch) -> bool:
 
 
 def _write_record(folder: Path, result: ExtendResult, prepared: Prepared) -> None:
+    from farspan.report import figures, style
+
     run, job, curves = prepared.run, prepared.job, result.curves
     style.save(
         figures.loss_curves(curves, job.train_length, str(job.name)), folder / "before_after"

@@ -72,7 +72,7 @@ def extension_stages(
         measure += config.passkeys * PASSKEY_DEPTHS * speed.forward.of(length) / 2
     stages = [Stage("measure before", measure)]
     for name in (part for candidate in candidates for part in candidate.split("+")):
-        stages += _method_stages(name, speed, job, config, choose)
+        stages += method_stages(name, speed, job, config, choose)
     if is_auto:
         stages.append(Stage("compare", len(candidates) * choose))
     return [
@@ -106,9 +106,10 @@ def distillation_cost(
     return DistillCost(plan.tokens + long.tokens, plan.steps, flops, long.steps, long_flops)
 
 
-def _method_stages(
+def method_stages(
     name: str, speed: Speed, job: FitJob, config: ExtendConfig, choose: float
 ) -> Iterator[Stage]:
+    """The stages of fitting a method; choose: seconds of reading the choose split once."""
     search_window = speed.forward.of(job.search.shape[1])
     if name == "uniform":
         values = grid_size(COARSE, STEP)

@@ -40,6 +40,7 @@ from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.report.study_tables import markdown
 from farspan.summaries import Plotted, draw, shorten
+from farspan.workflows.lab_estimate import announce
 from farspan.workflows.lab_training import (
     Say,
     cell_keys,
@@ -141,9 +142,8 @@ def run(
     runner = make_runner(study, out, device, progress, say)
     runner.cached_data.update(data)
     write_text(out / "recipe.toml", to_toml(study))
-    with worker_processes(
-        min(study.processes, len(runner.missing_fleets())) - 1, study, out, device
-    ):
+    runner = announce(runner)
+    with worker_processes(runner.workers - 1, study, out, device):
         runner.finish()
     results = {cell: runner.cells.get(key) or {} for cell, key in runner.keys.items()}
     return _write_results(study, results, out, device)

@@ -172,6 +172,11 @@ class StudyRunner:
         on_gpu = torch.device(self.device).type == "cuda"
         return group_fleets(self.study, missing, self.tokenizer, self.study.fleet if on_gpu else 1)
 
+    @property
+    def workers(self) -> int:
+        """The processes that train."""
+        return min(self.study.processes, len(self.missing_fleets()))
+
     def finish(self) -> None:
         """Train the missing cells that no other process has claimed, and wait for the others."""
         fleets = self.missing_fleets()
@@ -226,8 +231,7 @@ class StudyRunner:
             self.cells.put(key, describe_cell(self.study, cell), result)
 
     def _progress_callback(self, cells: Sequence[LabCell]) -> Callable[[int, float], None]:
-        label = cells[0].name if len(cells) == 1 else f"{cells[0].encoding} ×{len(cells)}"
-        advance = self.progress(label, fleet_plan(self.study, cells[0]).steps)
+        advance = self.progress(fleet_label(cells), fleet_plan(self.study, cells[0]).steps)
         steps_done = 0
 
         def on_step(step: int, loss: float) -> None:
@@ -245,6 +249,10 @@ class StudyRunner:
             "seconds": round(seconds / len(fleet), 2),  # of training, per model
             "device": environment(self.device)["device"],
         }
+
+
+def fleet_label(cells: Sequence[LabCell]) -> str:
+    return cells[0].name if len(cells) == 1 else f"{cells[0].encoding} ×{len(cells)}"
 
 
 def format_result(cell: LabCell, result: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ from farspan.errors import FarspanError, install_hint
 from farspan.files import new_folder, read_json, write_manifest
 from farspan.loading import resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
-from farspan.progress import Progress, automatic, format_duration, shows_progress
+from farspan.progress import (
+    SAID_FROM,
+    Progress,
+    Stage,
+    automatic,
+    format_duration,
+    shows_progress,
+    with_total,
+)
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import figures
@@ -69,12 +77,16 @@ class PretrainEstimate(Summarized):
         """A lower bound: the time of the matrix products."""
         return self.flops / self.rate
 
+    @property
+    def time(self) -> str:
+        return f"at least {format_duration(self.seconds)} at {self.rate / 1e12:.3g} TFLOP/s"
+
     def facts(self) -> dict[str, str]:
         size = self.files_mb
         return {
             "parameters": f"{self.parameters:,}",
             "tokens": f"{self.tokens:,}",
-            "time": f"at least {format_duration(self.seconds)} at {self.rate / 1e12:.3g} TFLOP/s",
+            "time": self.time,
             "memory": f"{self.weights_gib:.1f} GiB for weights, gradients and optimizer; about "
             f"{self.activations_gib:.1f} GiB for activations",
             "text": "not found" if size is None else f"{size:,.0f} MB of files",
@@ -165,6 +177,7 @@ def pretrain(
     *,
     progress: Progress = automatic,
     on_step: StepCallback = lambda metrics: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> PretrainResult:
     """Train a recipe, or resume its run, and write the finished model to OUT/model.
 
@@ -182,6 +195,8 @@ def pretrain(
         check_same_recipe(config, run)
         record = read_json(record_file)
         return PretrainResult(run / "model", record["steps"], record["loss"], already=True)
+    if processes().is_main_process:
+        on_step = _announce(config, Path(recipe).stem, progress, on_step, say)
     model, training_data, metrics = train_recipe(config, run, progress=progress, on_step=on_step)
     last = metrics[-max(1, len(metrics) // 50) :]
     loss = sum(entry["loss"] for entry in last) / len(last)
@@ -200,6 +215,34 @@ def pretrain(
         write_record(record_file, "pretrain", {"recipe": to_toml(config)}, results)
     processes().wait_for_everyone()
     return PretrainResult(run / "model", config.train.steps, loss, already=False)
+
+
+def _announce(
+    config: PretrainConfig,
+    name: str,
+    progress: Progress,
+    on_step: StepCallback,
+    say: Callable[[str], None],
+) -> StepCallback:
+    """Say what the training takes at least; the steps show a bar, and when timed, their total."""
+    cost, steps = estimate(config), config.train.steps
+    if cost.seconds >= SAID_FROM:
+        say(f"{cost.tokens:,} tokens to train on, {cost.time}")
+    advance: Callable[..., None] | None = None  # the bar follows those of reading the text
+    last_step = 0
+
+    def show_step(metrics: StepMetrics) -> None:
+        nonlocal advance, last_step
+        if advance is None:
+            label = f"pretrain {name}"
+            advance = with_total(progress, [Stage(label, steps)], say)(label, steps)
+        speed = f"{metrics.tokens_per_second:,.0f} tokens/s"
+        mfu = f", MFU {metrics.mfu:.0%}" if metrics.mfu else ""
+        advance(metrics.step - last_step, f"loss {metrics.loss:.3f}, {speed}{mfu}")
+        last_step = metrics.step
+        on_step(metrics)
+
+    return show_step
 
 
 def _changes_the_model(override: str) -> bool:

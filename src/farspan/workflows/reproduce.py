@@ -61,18 +61,26 @@ from farspan.methods.uniform import full_grid
 from farspan.model import FarspanConfig
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import losses_by_context
-from farspan.progress import Progress, automatic, shows_progress
+from farspan.progress import (
+    SAID_FROM,
+    Progress,
+    Stage,
+    automatic,
+    format_duration,
+    shows_progress,
+    with_total,
+)
 from farspan.recipe import to_toml
 from farspan.report.figures import Figure, best_scales, method_losses, passkey_heatmap
 from farspan.report.study_tables import passkey_scores, study_report, summary_line
 from farspan.report.style import save
 from farspan.summaries import ResultList, draw
-from farspan.train.loop import StepMetrics
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
 from farspan.workflows.eval_models import passkeys_in_training, searched_on_passkeys
 from farspan.workflows.pretrain import pretrain, read_recipe
 from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
+from farspan.workflows.reproduce_estimate import model_stages
 from farspan.workflows.reproduce_study import (
     GridCell,
     ReproduceStudy,
@@ -135,16 +143,21 @@ def reproduce(
     texts.check()
     for model in recipe.methods:
         _check_model(texts, model)
+    progress = _announce(texts, cells, out, device, progress, say)
+    for model in recipe.methods:
+        _check_texts(texts, model)
     store = Cells(out, say=say)
     write_text(out / "recipe.toml", to_toml(recipe))
     results: dict[AnyCell, Result] = {}
 
     def work(item: tuple[AnyCell, Path]) -> Result:
         cell, folder = item
+        advance = progress(cell.label, 1)
         if isinstance(cell, GridCell):
             result = _measure_grid(texts, cell, folder, device, progress)
         else:
             result = _measure_cell(texts, cell, folder, device, progress)
+        advance()
         say(_result_line(result))
         return result
 
@@ -164,6 +177,36 @@ def reproduce(
 
     repeat_until_done(run_pass)
     return _write_report(cells, results, out)
+
+
+def _announce(
+    texts: StudyTexts,
+    cells: Sequence[AnyCell],
+    out: Path,
+    device: str,
+    progress: Progress,
+    say: Say,
+) -> Progress:
+    """Say what the missing cells and models take; the progress then shows the time left of all."""
+    study, stages, untrained = texts.study, list[Stage](), 0
+    store = Cells(out) if (out / "cells").is_dir() else None  # it would make the folder
+    advance = progress("estimate the time", len(study.methods))
+    for name in study.methods:
+        trained, missing = _trained_model(study, name), [c for c in cells if c.model == name]
+        if trained is not None and store is not None:
+            keys = {c: cell_key(_describe(texts, c, c.folder(trained))) for c in missing}
+            missing = [cell for cell, key in keys.items() if store.get(key) is None]
+        stages += model_stages(study, name, trained, missing, device)
+        untrained += trained is None
+        advance()
+    if (seconds := sum(stage.seconds for stage in stages)) >= SAID_FROM:
+        models = f", {untrained} model{'s' * (untrained > 1)} to train" if untrained else ""
+        benchmarks = "" if study.benchmarks == StudyBenchmarks() else " without the benchmarks"
+        say(
+            f"{len(stages) - untrained} of {len(cells)} cells to measure{models}: at most about "
+            f"{format_duration(seconds)}{benchmarks}"
+        )
+    return with_total(progress, stages)
 
 
 @renamed_arguments(source="study", changes="overrides")
@@ -314,14 +357,17 @@ def _check_model(texts: StudyTexts, name: str) -> None:
             method_config(study.extension, method),
         )
         check_compatible(names, layers, config, f"{name} (methods.{name})", settings)
-    if trained is None:
-        return  # its tokenizer does not exist yet
-    length = config_train_length(config)
-    if length is None:
+    if config_train_length(config) is None:
         raise FarspanError(
             f"the config of {name} (methods.{name}) has no train length; add it to the config"
         )
-    texts.check_long_enough(name, load_tokenizer(trained), length)
+
+
+def _check_texts(texts: StudyTexts, name: str) -> None:
+    """Refuse texts without a document that is long enough. A mixture is packed, in minutes."""
+    if (trained := _trained_model(texts.study, name)) is not None:  # else there is no tokenizer yet
+        length = config_train_length(load_config(trained)) or 0
+        texts.check_long_enough(name, load_tokenizer(trained), length)
 
 
 def _trained_model(study: ReproduceStudy, name: str) -> Path | None:
@@ -352,14 +398,7 @@ def find_or_train_model(
 
 def _train(study: ReproduceStudy, name: str, folder: Path, progress: Progress) -> None:
     overrides = [f"data.folder={study.folder}"] if study.folder else []
-    advance, last_step = progress(f"pretrain {name}", read_recipe(name).train.steps), 0
-
-    def on_step(metrics: StepMetrics) -> None:
-        nonlocal last_step
-        advance(metrics.step - last_step, f"loss {metrics.loss:.3f}")
-        last_step = metrics.step
-
-    pretrain(name, overrides, folder, progress=progress, on_step=on_step)
+    pretrain(name, overrides, folder, progress=progress)
 
 
 class StudyTexts:

@@ -173,6 +173,10 @@ class StudyCell:
     factor: int  # 1: as trained
     seed: int
 
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.method} ×{self.factor} s{self.seed}"
+
     def folder(self, model: Path) -> Path:
         """The weights that the cell measures, where `model` is the fully trained model."""
         return model
@@ -184,6 +188,10 @@ class GridCell:
 
     model: str
     checkpoint: str  # "model": the last
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.checkpoint}"
 
     def folder(self, model: Path) -> Path:
         """The weights that the cell measures, where `model` is the fully trained model."""
