@@ -701,8 +701,11 @@ def test_patch_folder_loads_as_a_model(checkpoints: Path):
 
 
 @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99"])
-def test_refuses_unavailable_device(tmp_path, device):
-    with pytest.raises(FarspanError, match=f"device '{device}' .*choose cpu, or cuda:0"):
+@pytest.mark.parametrize(("has_gpu", "advice"), [(True, "cpu, or cuda:0"), (False, "cpu")])
+def test_refuses_unavailable_device(monkeypatch, device, has_gpu, advice):
+    """A GPU is advised where there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with pytest.raises(FarspanError, match=f"device '{device}' .*; choose {advice}$"):
         farspan.load("nope-twin", device=device)
 
 

@@ -237,6 +237,14 @@ def test_a_run_says_its_time_first_and_shows_its_steps(tiny, tmp_path, monkeypat
     assert "tokens/s" in steps[-1][2]
 
 
+def test_a_run_without_text_is_refused_before_its_time_is_said(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain_workflow, "matmul_flops_per_second", lambda *args: 1e6)
+    said = []
+    with pytest.raises(FarspanError, match=r"has no docs.txt"):
+        pretrain(str(tiny), [f"data.folder={tmp_path}/no"], tmp_path / "run", say=said.append)
+    assert not said
+
+
 def test_a_model_without_passkey_documents_says_so(tiny, tmp_path):
     result = pretrain(str(tiny), ["steps=1", "data.passkey=0.0"], tmp_path / "run")
     assert trained_with_passkeys(result.folder) is False

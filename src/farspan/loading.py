@@ -419,10 +419,14 @@ def check_device(device: str | torch.device | None) -> None:
     except (RuntimeError, AssertionError) as error:
         why = first_line(error) if len(first_line(error)) < 80 else "unknown to torch"
         raise FarspanError(
-            f"device {str(device)!r} cannot be used ({why}); choose cpu, or cuda:0"
+            f"device {str(device)!r} cannot be used ({why}); choose {_usable_devices()}"
         ) from None
     if torch.device(device or "cpu").type == "meta":
-        raise FarspanError("device 'meta' cannot compute; choose cpu, or cuda:0")
+        raise FarspanError(f"device 'meta' cannot compute; choose {_usable_devices()}")
+
+
+def _usable_devices() -> str:
+    return "cpu, or cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _supported_dtype(

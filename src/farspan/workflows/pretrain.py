@@ -226,7 +226,7 @@ def _announce(
 ) -> StepCallback:
     """Say what the training takes at least; the steps show a bar, and when timed, their total."""
     cost, steps = estimate(config), config.train.steps
-    if cost.seconds >= SAID_FROM:
+    if cost.seconds >= SAID_FROM and cost.files_mb is not None:  # else the run is refused
         say(f"{cost.tokens:,} tokens to train on, {cost.time}")
     advance: Callable[..., None] | None = None  # the bar follows those of reading the text
     last_step = 0
