@@ -8,6 +8,7 @@ import re
 import tarfile
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from farspan.evals.gates import METRICS
 from farspan.evals.ruler import Ruler, most_units, string_match
 from farspan.evals.ruler_qa import read_qa
 from farspan.evals.ruler_tasks import ANSWER_TOKENS, NIAH_TASKS, NOISE, TASKS, variants
-from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths
+from farspan.evals.ruler_words import ADJECTIVES, NOUNS, draw_depths, draw_words, plain_words
 from farspan.model import FarspanConfig, FarspanForCausalLM
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -166,8 +167,6 @@ def check_depths(task, text, sample):
                 wanted = [depth * len(context) for depth in depths]
                 assert marks == pytest.approx(wanted, abs=0.15 * len(context))
         return
-    if task == "vt":
-        context = text.rpartition("following text.\n\n")[2].rpartition("\nQuestion")[0]
     lines = context.split("\n")
     wanted = [line for line in lines if any(answer in line for answer in sample.answers)]
     units = [line for line in lines if line not in wanted]
@@ -175,12 +174,24 @@ def check_depths(task, text, sample):
     assert len(units) - len(whole) <= 1
     assert whole == units[: len(whole)]
     places = [lines.index(line) - number for number, line in enumerate(wanted)]
-    if task == "vt":
-        wanted_places = [int(depth * len(whole)) for depth in sample.depths]
-        assert len(wanted) == 5
-        assert places == wanted_places
-    else:
-        assert places == [int(sample.depths[0] * len(whole))]
+    assert places == [int(sample.depths[0] * len(whole))]
+
+
+ASSIGNMENT = re.compile(r"VAR [A-Z]{5} = (\d{5}|VAR [A-Z]{5} ) ")
+
+
+def check_lines_of_variables(text, sample):
+    """Noise, or an assignment before noise; the last line is cut, and an empty one follows."""
+    context = text.rpartition("following text.\n\n")[2].rpartition("\n\nQuestion")[0]
+    lines = context.rstrip("\n").split("\n ")
+    whole = [line for line in lines if line.endswith(NOISE)]
+    assert len(lines) - len(whole) <= 1
+    assert whole == lines[: len(whole)]
+    assigned = {place: line for place, line in enumerate(whole) if line != NOISE}
+    assert len(assigned) == 5
+    assert all(ASSIGNMENT.fullmatch(line.removesuffix(NOISE)) for line in assigned.values())
+    free = len(whole) - 4
+    assert [*assigned] == [int(depth * free) + place for place, depth in enumerate(sample.depths)]
 
 
 def check_variables(text, sample):
@@ -192,7 +203,7 @@ def check_variables(text, sample):
             holders.add(name)
     assert holders - {value} == set(sample.answers)
     assert len(sample.answers) == 5
-    assert question.endswith(f"5 variables are assigned the value {value}, they are:")
+    assert question.endswith(f"5 variables are assgined the value {value}, they are:")
 
 
 def check_words(task, text, sample):
@@ -210,7 +221,8 @@ def check_words(task, text, sample):
     ranked = Counter(words).most_common()
     assert {word for word, _ in ranked[:count]} == set(sample.answers)
     assert ranked[count - 1][1] > ranked[count][1]
-    assert not any(answer in word for answer in sample.answers for word, _ in ranked[count:])
+    listed = [word for word, _ in ranked]
+    assert not any(one != word and one in word for one in sample.answers for word in listed)
 
 
 def check_documents(task, text, sample):
@@ -233,9 +245,9 @@ def check_documents(task, text, sample):
 def check(task, text, sample):
     if task in NIAH_TASKS:
         check_needles(task, text, sample)
-    if task in NIAH_TASKS or task == "vt":
         check_depths(task, text, sample)
     if task == "vt":
+        check_lines_of_variables(text, sample)
         check_variables(text, sample)
     if task in ("cwe", "fwe"):
         check_words(task, text, sample)
@@ -436,12 +448,37 @@ def test_variables_have_five_letters_and_those_of_the_example_three(tokenizers):
     assert [len(name) for name in names] == [3] * 5 + [5] * 5
 
 
+def parts(word):
+    return {word[i:j] for i in range(len(word)) for j in range(i + 1, len(word) + 1)} - {word}
+
+
 def test_no_word_contains_another():
-    words = [*ADJECTIVES.split(), *NOUNS.split()]
-    assert len(set(words)) == len(words) > 200
-    assert not [(one, two) for one in words for two in words if one != two and one in two]
+    words = plain_words()
+    assert len(set(words)) == len(words) > 5000
+    assert not [word for word in words if parts(word) & {*words}]
+    assert all(re.fullmatch("[a-z]+", word) for word in words)
     pairs = [one + two for one in ADJECTIVES.split() for two in NOUNS.split()]
     assert len({*pairs, *words}) == len(pairs) + len(words)
+
+
+def test_keys_are_pairs_of_different_words():
+    words = [*ADJECTIVES.split(), *NOUNS.split()]
+    assert len(set(words)) == len(words) > 200
+    assert not [word for word in words if parts(word) & {*words}]
+
+
+def test_compounds_follow_when_all_words_are_drawn():
+    words = [*islice(draw_words(np.random.default_rng(0)), len(plain_words()) + 9)]
+    assert {*words[:-9]} == {*plain_words()}
+    pairs = {one + two for one in ADJECTIVES.split() for two in NOUNS.split()}
+    assert {*words[-9:]} <= pairs
+
+
+def test_cells_of_changed_prompts_have_a_format_of_their_own():
+    """So the finished cells of the other tasks stay valid."""
+    formats = {cell.task: cell.settings.get("format") for cell in Ruler((4096,)).cells()}
+    changed = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
+    assert formats == dict.fromkeys(TASKS[:11]) | dict.fromkeys(changed, 2)
 
 
 @given(

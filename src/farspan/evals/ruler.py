@@ -22,6 +22,7 @@ from farspan.evals.ruler_tasks import (
     ANSWER_TOKENS,
     ESSAYS,
     NIAH_TASKS,
+    PROMPT_FORMATS,
     TASKS,
     RulerPrompt,
     RulerTasks,
@@ -62,10 +63,10 @@ class Ruler:
         cells = []
         for length in self.lengths:
             sources = self._sources(length)
-            cells += [
-                EvalCell(NAME, task, length, {**settings, "haystack": sources[task]})
-                for task in self.tasks
-            ]
+            for task in self.tasks:
+                format = {"format": PROMPT_FORMATS[task]} if task in PROMPT_FORMATS else {}
+                of_task = {**settings, **format, "haystack": sources[task]}
+                cells.append(EvalCell(NAME, task, length, of_task))
         return cells
 
     def score_keys(self) -> list[ScoreKey]:

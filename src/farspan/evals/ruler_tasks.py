@@ -20,6 +20,7 @@ from farspan.evals.ruler_words import (
     draw_chain,
     draw_depths,
     draw_keys,
+    draw_places,
     draw_values,
     draw_words,
     numbered,
@@ -30,7 +31,7 @@ ESSAYS = "python-docs"  # in place of Paul Graham's essays, unless --data haysta
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LONGEST_SENTENCE = 40  # words; longer ones (tables, code) are split, so that needles fit between
 FULL_WORD_LISTS = 4096  # tokens from which on the words of cwe repeat 30 and 3 times
-EXAMPLE_NOISE = 5  # sentences in the example of vt
+EXAMPLE_NOISE = 10  # sentences in the example of vt: RULER adds 5 up to 500 tokens
 ZETA_2 = math.pi**2 / 6
 LEAST_CODED_WORDS = 74  # from here on the fourth word is more frequent than the fifth
 
@@ -42,12 +43,12 @@ NIAH_NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 NIAH_QUESTION = "\nWhat {verb} the special magic {kind} for {keys} mentioned in the provided text?"
 NIAH_ANSWER = "The special magic {kind} for {keys} mentioned in the provided text {verb}"
 VT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-VT_QUESTION = (
-    "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+VT_QUESTION = (  # behind the line break that ends a noise sentence
+    "\n\nQuestion: Find all variables that are assigned the value {value} in the text above."
 )
 VT_ANSWER = (
     "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
-    "are assigned the value {value}, they are:"
+    "are assgined the value {value}, they are:"  # RULER's spelling
 )
 CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
@@ -94,6 +95,10 @@ NIAH_TASKS = {
     "niah_multivalue": NiahTask("essay", values=4),
     "niah_multiquery": NiahTask("essay", keys=4, queries=4),
 }
+# Raised with every change of a task's prompts, so that the cells of the others stay valid.
+PROMPT_FORMATS = dict.fromkeys(
+    ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"), 2
+)
 # Tokens for the answer, as published; more if a tokenizer needs more for the expected answer.
 ANSWER_TOKENS = {
     **dict.fromkeys(NIAH_TASKS, 128),
@@ -155,7 +160,8 @@ class RulerTasks:
         verb, kinds = ("are", f"{kind}s") if plural else ("is", kind)
         order = rng.permutation(len(facts))
         needles = [_needle(kind, *facts[index]) for index in order]
-        depths = draw_depths(rng, len(facts))
+        draw = draw_depths if task.haystack == "essay" else draw_places
+        depths = draw(rng, len(facts))
         hay = self._hay(cell, number, keys, {value for _, value in facts})
         separator = " " if task.haystack == "essay" else "\n"
         names = queried[0] if len(queried) == 1 else f"{', '.join(queried[:-1])}, and {queried[-1]}"
@@ -196,24 +202,24 @@ class RulerTasks:
         """A chain of assignments in order, in noise."""
         rng = self._rng("vt", number)
         names, value, chain = draw_chain(rng, 5)
-        depths = tuple(sorted(draw_depths(rng, len(chain))))
+        depths = draw_places(rng, len(chain))
         example = ""
         if example_noise:
             other = self._rng("vt", number, 2)
             shown, number_shown, lines = draw_chain(other, 3, exclude=value)
-            places = tuple(sorted(draw_depths(other, len(lines))))
-            context = "\n".join(insert_units([NOISE] * example_noise, lines, places))
+            context = chain_in_noise(example_noise, lines, draw_places(other, len(lines)))
             question = VT_QUESTION.format(value=number_shown)
             answer = VT_ANSWER.format(count=len(shown), value=number_shown)
-            example = f"{VT}{context}{question} {answer} {' '.join(shown)}\n\n"
+            example = f"{VT}{context}{question} {answer}  {' '.join(shown)}\n\n\n\n"
         return RulerPrompt(
             example + VT,
-            lambda units: "\n".join(insert_units([NOISE] * units, chain, depths)),
-            lambda units, size: f"\n{NOISE}" * 4,
+            lambda units: chain_in_noise(units, chain, depths),
+            lambda units, size: f"\n {NOISE}" * 4,
             VT_QUESTION.format(value=value),
             VT_ANSWER.format(count=len(names), value=value),
             tuple(names),
             depths,
+            least=len(chain),
             written=" ".join(names),
             form="published" if example_noise else "short",
         )
@@ -260,7 +266,7 @@ class RulerTasks:
     def _fwe(self, length: int, number: int) -> RulerPrompt:
         """Coded words whose frequencies follow a Zipf law; the most frequent one is dots."""
         rng = self._rng("fwe", number)
-        count = max(8, (length - ANSWER_TOKENS["fwe"]) // 50)
+        count = max(8, length // 50)
         words = ["...", *(name.lower() for name in draw_names(rng, count - 1, 6))]
 
         def context(units: int) -> str:
@@ -335,6 +341,17 @@ def variants(task: str, length: int) -> list[tuple[int, ...]]:
         full = [(30, 3, 10, 3, 30)] if length >= FULL_WORD_LISTS else []
         return [*full, (6, 1, 3, 1, 10), (3, 1)]
     return [(EXAMPLE_NOISE,), (0,)] if task == "vt" else [()]
+
+
+def chain_in_noise(units: int, chain: Sequence[str], depths: Sequence[float]) -> str:
+    """Noise sentences, each on a line; each assignment shares the line of another one.
+
+    The spaces are RULER's, which joins sentences that end with a line break by a space.
+    """
+    lines = [NOISE] * units
+    for number, (assignment, depth) in enumerate(zip(chain, depths, strict=True)):
+        lines[int(depth * (units - len(chain) + 1)) + number] = f"{assignment} {NOISE}"
+    return "\n ".join(lines)
 
 
 def insert_units(units: list[str], needles: list[str], depths: Sequence[float]) -> list[str]:

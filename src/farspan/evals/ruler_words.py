@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from farspan.evals import needle
 from farspan.evals.needle import draw_distinct, draw_names
 
-DEPTHS = 40  # evenly from the beginning to the end of the haystack
+DEPTHS = 40  # evenly from the beginning to the end of a text
+WORDS_FILE = Path(__file__).parent.parent / "assets" / "words.txt"  # none contains another
 
 ADJECTIVES = f"""{needle.ADJECTIVES} ancient blunt bright broad careful cheerful clumsy cold
 common crisp curious deep distant dull early elegant empty famous fierce firm fragile fresh frozen
@@ -29,6 +32,11 @@ stomach teacher tiger tractor village violin wagon whistle wizard zebra"""
 
 def draw_depths(rng: np.random.Generator, count: int) -> tuple[float, ...]:
     return tuple((rng.choice(DEPTHS, count, replace=False) / (DEPTHS - 1)).tolist())
+
+
+def draw_places(rng: np.random.Generator, count: int) -> tuple[float, ...]:
+    """Depths anywhere in repeated noise or other needles, in order."""
+    return tuple(sorted(rng.random(count).tolist()))
 
 
 def draw_uuids(rng: np.random.Generator) -> Iterator[str]:
@@ -59,9 +67,14 @@ def draw_keys(rng: np.random.Generator, uuids: bool = False) -> Iterator[str]:
             yield f"{first}{adjectives[place // len(nouns)]}-{nouns[place % len(nouns)]}"
 
 
+@cache
+def plain_words() -> tuple[str, ...]:
+    return tuple(WORDS_FILE.read_text(encoding="utf-8").split())
+
+
 def draw_words(rng: np.random.Generator) -> Iterator[str]:
     """Distinct words; when all are drawn, compounds."""
-    words = [*ADJECTIVES.split(), *NOUNS.split()]
+    words = plain_words()
     yield from (words[place] for place in rng.permutation(len(words)))
     yield from (key.replace("-", "") for key in draw_keys(rng))
 
@@ -76,5 +89,5 @@ def draw_chain(
     """The variables of a chain with four hops, their value, and the assignments."""
     names = draw_names(rng, 5, letters)
     value = next(each for each in draw_distinct(rng, needle.VALUES, 2) if each != exclude)
-    sources = [value, *(f"VAR {name}" for name in names)]
+    sources = [value, *(f"VAR {name} " for name in names)]  # RULER's spaces
     return names, value, [f"VAR {name} = {of}" for name, of in zip(names, sources, strict=False)]
