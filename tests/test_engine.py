@@ -31,7 +31,6 @@ from farspan.evals.engine import (
     without_frame,
 )
 from farspan.evals.engine_llama import has_llama
-from farspan.evals.needle import Needle
 from farspan.evals.passkey import Passkey
 from farspan.workflows import evaluate as evaluate_workflow
 
@@ -416,13 +415,15 @@ def test_a_template_that_does_not_decode_is_refused():
         without_frame("something else", ("<user>", "<end>"))
 
 
-def check_within_interval(served, here) -> None:
-    """Each score of the served model is in the interval of the loaded one."""
+def check_within_interval(served, here, prompts: int) -> None:
+    """Each score of the served model is in the interval of the loaded one, of as many prompts."""
     loaded = {score.key: score for score in here.scores if not score.tags.get("detail")}
     compared = [score for score in served.scores if score.key in loaded]
     assert len(compared) == len(loaded) > 0
     for score in compared:
         assert loaded[score.key].low <= score.value <= loaded[score.key].high, score.key
+        assert score.n == loaded[score.key].n
+    assert max(score.n for score in compared) == prompts
 
 
 @pytest.mark.long
@@ -436,15 +437,14 @@ def test_a_served_bundled_model_scores_as_the_loaded_one(engine, tmp_path, monke
     same: list[float] = []
     name, url, stop = start(tmp_path / format)
     try:
-        for evaluation in (Passkey, Needle):
-            monkeypatch.setattr(evaluation, "cells", _first_cells(evaluation.cells, 1))
-        for suite, settings in (("passkey", {}), ("needle", {"limit": 5})):
+        monkeypatch.setattr(Passkey, "cells", _first_cells(Passkey.cells, 4))  # of ten depths
+        for suite, settings, prompts in (("passkey", {}, 40), ("needle", {"limit": 3}, 5 * 3)):
             settings |= {"lengths": [256], "preset": "full"}
             options = EngineOptions(name, TWIN)
             out = tmp_path / suite
             served = farspan.evaluate(url, suite, out, engine=options, **settings)
             here = farspan.evaluate("nope-twin", suite, tmp_path / f"{suite}-here", **settings)
-            check_within_interval(served, here)
+            check_within_interval(served, here, prompts)
             same.append(same_answers(out, tmp_path / f"{suite}-here"))
     finally:
         stop()
