@@ -443,6 +443,11 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(tiny, tmp_path, command, m
     assert code == 0
     for row in ("parameters", "tokens", "memory", "time"):
         assert row in out
+    assert "refused" not in out
+    code, out, errors = command("pretrain", "small-nope", f"data.folder={tmp_path}", "--dry-run")
+    assert code == 0
+    assert "a run would be refused" in out + errors
+    assert "has no books_train_*.jsonl.xz for data.sources.books" in out + errors
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "runs").exists()
 

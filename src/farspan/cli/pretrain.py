@@ -84,3 +84,5 @@ def show_estimate(recipe: str, estimate: PretrainEstimate, as_json: bool) -> Non
     )
     facts.add_row("", f"at {estimate.rate / 1e12:.3g} TFLOP/s, measured now on matrix products")
     console.print(facts)
+    if estimate.missing_text:
+        note(f"a run would be refused: {estimate.missing_text}")

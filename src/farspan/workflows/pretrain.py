@@ -71,6 +71,7 @@ class PretrainEstimate(Summarized):
     activations_gib: float  # of one micro batch
     files_mb: float | None  # of the text files; None if they were not found
     rate: float  # FLOP/s of matrix products on this device, measured now
+    missing_text: str = ""  # why a run is refused, if text was not found
 
     @property
     def seconds(self) -> float:
@@ -103,14 +104,16 @@ def estimate(recipe: PretrainConfig) -> PretrainEstimate:
     optimizer_bytes = 4 * (2 if recipe.optimization.optimizer == "adamw" else 1)
     shards = count if train.parallel == "fsdp" else 1
     tokens = train.steps * train.batch * train.length
+    megabytes, missing = _text_size(recipe)
     return PretrainEstimate(
         parameters,
         tokens,
         tokens * flops_per_token(config, train.length),
         parameters * (4 + 4 + optimizer_bytes) / shards / GIB,
         _activation_bytes(recipe, config, count, 2 if half_precision else 4) / GIB,
-        _megabytes(recipe),
+        megabytes,
         count * matmul_flops_per_second(half_precision, resolve_device(None)),
+        missing,
     )
 
 
@@ -127,14 +130,15 @@ def _activation_bytes(
     return rows * recipe.train.length * (config.num_hidden_layers * layer * number_bytes + logits)
 
 
-def _megabytes(recipe: PretrainConfig) -> float | None:
+def _text_size(recipe: PretrainConfig) -> tuple[float | None, str]:
+    """The megabytes of the text files, or None and why they were not found."""
     try:
         used = [name for name, source in recipe.data.sources.items() if source.weight]
         files = [path for name in used for path in find_files(recipe.data, name)]
-    except FarspanError:
-        return None
+    except FarspanError as error:
+        return None, str(error)
     parts = [part for path in files for part in ([path] if path.is_file() else path.rglob("*"))]
-    return sum(part.stat().st_size for part in parts) / 1e6
+    return sum(part.stat().st_size for part in parts) / 1e6, ""
 
 
 def matmul_flops_per_second(half_precision: bool, device: str) -> float:
