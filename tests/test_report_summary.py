@@ -128,6 +128,10 @@ def test_runs_of_one_model_are_one_summary():
     (without,) = summaries([("patch", extension)])
     assert without.effective == [Effective("loss", 512, 1024), Effective("passkeys", 512, 1024)]
     assert math.exp(3.2 - 3.0) > 1.1
+    flat = {**extension, "after": {"loss@256": 2.0, "loss@512": 3.15, "loss@1024": 3.2}}
+    (costly,) = summaries([("patch", flat)])
+    assert costly.effective == [Effective("loss", 1024, 1024)], "by its own loss at 512"
+    assert costly.cost == "+0.150 nats at 512"
     assert without.cost == "+0.000 nats at 512"
     assert without.gain == "+0.000 nats at 1,024"
 

@@ -124,7 +124,9 @@ ReportOnly = Annotated[
     bool,
     typer.Option("--report-only", help="Report the finished cells of the study; run nothing."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what it takes, and exit.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, say what it takes, and exit.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

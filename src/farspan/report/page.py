@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from farspan.evals.results import stored_scores, without_repeated_means
+from farspan.lengths import doublings
 from farspan.record import format_number
 from farspan.report.comparison import group_label
 from farspan.report.elements import (
@@ -410,8 +411,9 @@ def _studies(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
                 )
                 for number, grid in enumerate(grids)
             ]
-            title, axis = f"{run.name}: the best λ̂ by position", {"type": "log"}
-            yield plot(lines, title, "position (tokens)", "λ̂", xaxis=axis)
+            title = f"{run.name}: the best λ̂ by position"
+            ticks = doublings(64, max(grid["positions"][-1] for grid in grids))[:-1]
+            yield plot(lines, title, "position (tokens)", "λ̂", xaxis=length_axis(ticks))
 
 
 def _method_losses(methods: Mapping[str, Sequence[Record]], text: str, title: str) -> str:

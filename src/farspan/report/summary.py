@@ -192,7 +192,7 @@ def _collect_extend(name: str, record: Record, models: dict[str, ModelSummary]) 
     if not summary.gain and f"loss@{settings.get('to')}" in after:
         summary.gain = _loss_change(before, after, settings["to"])
     if not summary.effective:
-        summary.effective += _effective_by_extend(before, after, length)
+        summary.effective += _effective_by_extend(after, length)
 
 
 def _loss_change(before: Record, after: Record, length: int) -> str:
@@ -200,11 +200,11 @@ def _loss_change(before: Record, after: Record, length: int) -> str:
     return f"{change:+.3f} nats at {length:,}".replace("-", "−")
 
 
-def _effective_by_extend(before: Record, after: Record, train_length: int) -> Iterator[Effective]:
+def _effective_by_extend(after: Record, train_length: int) -> Iterator[Effective]:
     losses, passkeys = (_values(after, measure) for measure in ("loss", "passkey"))
-    base = before.get(f"loss@{train_length}")
-    if base is not None:
-        beyond = {n: math.exp(base - loss) for n, loss in losses.items() if n >= train_length}
+    if train_length in losses:
+        inside = losses[train_length]
+        beyond = {n: math.exp(inside - loss) for n, loss in losses.items() if n >= train_length}
         yield Effective("loss", effective_length(beyond, 1 / RISE), max(beyond))
     if passkeys:
         yield Effective("passkeys", effective_length(passkeys, RETRIEVED), max(passkeys))
