@@ -16,6 +16,8 @@ from farspan.evals.passkey import Passkey
 from farspan.evals.results import EvalResult
 from farspan.evals.ruler import Ruler
 from farspan.evals.scores import bootstrap
+from farspan.report import comparison
+from farspan.report.comparison import ComparedScore
 from farspan.workflows.compare import compare
 from farspan.workflows.evaluate import _write
 
@@ -236,6 +238,17 @@ def test_losses_are_weighted_by_their_tokens():
     own = [{**first, "nll": 20.0}, {**second, "nll": 30.0}]
     other = [{**first, "nll": 10.0}, {**second, "nll": 30.0}]
     assert paired_differences(own, other)["perplexity", "t", 64].value == pytest.approx(0.25)
+
+
+def test_one_window_has_no_interval_and_no_star():
+    window = {"eval": "perplexity", "task": "t", "length": 64, "document": "d", "end": 64}
+    own, other = ([{**window, "scored": 10, "nll": nll}] for nll in (20.0, 10.0))
+    difference = paired_differences(own, other)["perplexity", "t", 64]
+    assert (difference.low, difference.value, difference.high) == (1, 1, 1)
+    assert not difference.clear
+    score = ComparedScore("run", "perplexity", "t", "ppl", 64, 20.0, 20.0, 20.0, 1, difference)
+    assert comparison._change(score) == "+1.000"
+    assert comparison._value(score) == "20.00"
 
 
 @pytest.mark.parametrize("documents", [7, 8])

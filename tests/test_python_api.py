@@ -50,7 +50,7 @@ from farspan.workflows.eval_models import model_identity
 from farspan.workflows.export import ExportResult
 from farspan.workflows.extend import ExtendResult
 from farspan.workflows.extend_estimate import ExtendEstimate
-from farspan.workflows.lab import LabResult
+from farspan.workflows.lab import LabResult, results_folder, summarize
 from farspan.workflows.lab_estimate import LabEstimate
 from farspan.workflows.lab_finetune import FinetuneResult
 from farspan.workflows.pretrain import PretrainEstimate, PretrainResult
@@ -320,6 +320,25 @@ def test_extend_says_its_time_without_matplotlib():
 def test_lengths_are_written_as_on_the_command_line():
     assert parse_length("16k") == parse_length(16384) == 16384
     assert parse_lengths("256:1024") == parse_lengths([256, 512, 1024])
+    assert parse_lengths("256") == parse_lengths(256) == [256]
+    with pytest.raises(FarspanError, match=r"'1024\.0' is not a length; write it as 2048 or 16k"):
+        parse_length(1024.0)
+
+
+def test_one_of_several_needs_no_list(tmp_path):
+    with pytest.raises(FarspanError, match="some-run was not found"):
+        farspan.report("some-run", tmp_path / "report.html")
+    with pytest.raises(FarspanError, match="some-run was not found"):
+        farspan.compare("some-run", tmp_path / "table.md")
+    with pytest.raises(FarspanError, match="'ppl' is not a valid gate"):
+        farspan.evaluate("nope-twin", "perplexity", tmp_path / "out", gate="ppl")
+
+
+def test_the_lab_has_the_folder_of_the_command(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert results_folder("own/mine.toml", None) == Path("runs/mine")
+    with pytest.raises(FarspanError, match="runs/lab-tiny holds no results of this study"):
+        summarize("lab-tiny")
 
 
 def test_a_model_object_is_used_under_its_name_and_stays_as_it_is(model):

@@ -6,7 +6,9 @@ A message is one sentence: the cause, the value and the way out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 
 class FarspanError(Exception):
@@ -56,10 +58,16 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
-def check_not_empty(values: Sized, what: str) -> None:
-    """Refuse an empty list; `what`: one of its values."""
-    if not len(values):
+def at_least_one(values: Any, what: str) -> list[Any]:
+    """One name, path or model, or several of them, as a list; `what`: one of its values.
+
+    >>> at_least_one("results", "a folder")
+    ['results']
+    """
+    values = [values] if isinstance(values, str | Path) else list(values)
+    if not values:
         raise FarspanError(f"the list is empty; give at least {what}")
+    return values
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -9,12 +9,14 @@ from farspan.errors import FarspanError
 MAX_EXAMPLE_LENGTH = 10_000
 
 
-def parse_lengths(text: str | Iterable[int]) -> list[int]:
+def parse_lengths(text: str | int | Iterable[int]) -> list[int]:
     """Lengths and ranges, separated by commas; a range is doubled up to its end.
 
     `512,1024` -> [512, 1024]; `512:4096` -> [512, 1024, 2048, 4096]; `16k` -> [16384]. Numbers are
     lengths already.
     """
+    if isinstance(text, int):
+        return [text]
     if not isinstance(text, str):
         return list(text)
     lengths: list[int] = []
@@ -45,7 +47,7 @@ def parse_length(text: str | int) -> int:
     """`2048` -> 2,048; `16k` -> 16,384. A number is a length already."""
     if isinstance(text, int):
         return text
-    return _length(text, text, "2048 or 16k")
+    return _length(str(text), str(text), "2048 or 16k")
 
 
 def _length(text: str, whole: str, form: str = "512,1024 or 512:4096 or 16k") -> int:

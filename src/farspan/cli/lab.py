@@ -139,14 +139,14 @@ def run_command(
     An interrupted study resumes when the same command is run again.
     """
     from farspan.progress import bars
-    from farspan.workflows.lab import read_study, run, summarize
+    from farspan.workflows.lab import read_study, results_folder, run, summarize
     from farspan.workflows.lab_estimate import estimate
 
     if dry_run:
         study = read_study(recipe, overrides or [], trust_remote_code=trust_remote_code)
         show_estimates(estimate(study, device), as_json)
         return
-    folder = out or Path("runs") / Path(recipe).stem
+    folder = results_folder(recipe, out)
     if report_only:
         result = summarize(
             recipe, overrides or [], folder, note, trust_remote_code=trust_remote_code

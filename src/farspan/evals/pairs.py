@@ -30,8 +30,8 @@ class PairedDifference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval excludes zero; one window of text has none."""
+        return self.low < self.high and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True)

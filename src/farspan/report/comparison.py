@@ -78,7 +78,8 @@ def _change(score: ComparedScore) -> str:
     if change is None:
         return ""
     low, high = (_signed(value) for value in (change.low, change.high))
-    return f"{_signed(change.value)} [{low}, {high}]" + "*" * change.clear
+    interval = f" [{low}, {high}]" * (change.low < change.high)
+    return _signed(change.value) + interval + "*" * change.clear
 
 
 def _signed(value: float) -> str:

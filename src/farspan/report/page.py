@@ -332,7 +332,9 @@ def _row(name: str, score: Record) -> list[str]:
         name,
         f"{score['length']:,}",
         format_number(score["value"]),
-        f"{format_number(score['low'])}–{format_number(score['high'])}",
+        f"{format_number(score['low'])}–{format_number(score['high'])}"
+        if score["low"] < score["high"]
+        else "",
         f"{score['n']:,}",
     ]
 

@@ -14,7 +14,7 @@ from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import check_losses
-from farspan.errors import FarspanError, check_not_empty
+from farspan.errors import FarspanError, at_least_one
 from farspan.files import check_absent, new_folder
 from farspan.lab.distance import (
     MINIMA,
@@ -81,7 +81,7 @@ def compare_attention(
         metadata, and where they are silent by their loss.
     """
     check_choice(bos)
-    check_not_empty(models, "a model")
+    models = at_least_one(models, "a model")
     _check_options(rule, minimum, task, lengths, scratchpad, data, length)
     if to is not None and to not in models:
         models = [*models, to]

@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from farspan.errors import FarspanError, check_not_empty
+from farspan.errors import FarspanError, at_least_one
 from farspan.evals.pairs import (
     GroupKey,
     PairedDifference,
@@ -82,7 +82,9 @@ def _(result: CompareResult) -> Figure:
     return figures.perplexity_by_length(runs, None)
 
 
-def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> CompareResult:
+def compare(
+    folders: str | Path | Sequence[str | Path], out: str | Path = "compare.md"
+) -> CompareResult:
     """Write one table of results folders; differences are to the first, on the same samples.
 
     Those of a single run are to its baseline.
@@ -96,7 +98,7 @@ def compare(folders: Sequence[str | Path], out: str | Path = "compare.md") -> Co
         raise FarspanError(
             f"{out} is not the name of a table; end it in one of {', '.join(SUFFIXES)}"
         )
-    check_not_empty(folders, "a results folder")
+    folders = at_least_one(folders, "a results folder")
     runs = read_runs(folders, "farspan eval")
     for run, folder in zip(runs, folders, strict=True):
         if run.record["command"] != "eval":

@@ -24,7 +24,7 @@ from farspan.diagnosis.curves import check_losses, measure_curves
 from farspan.diagnosis.knees import KneeRule
 from farspan.diagnosis.result import Diagnoses, Diagnosis
 from farspan.diagnosis.verdict import assess
-from farspan.errors import FarspanError, check_not_empty, first_line
+from farspan.errors import FarspanError, at_least_one, first_line
 from farspan.files import check_absent, new_folder
 from farspan.lengths import parse_lengths
 from farspan.loading import (
@@ -85,8 +85,7 @@ def diagnose(
     >>> diagnoses[0].train_length
     512
     """
-    sources: list[Any] = [models] if isinstance(models, str | Path) else list(models)
-    check_not_empty(sources, "a model")
+    sources = at_least_one(models, "a model")
     rule = rule or KneeRule()
     lengths = parse_lengths(lengths) or default_lengths(sources, train_length, trust_remote_code)
     _check_lengths(lengths)

@@ -81,7 +81,7 @@ def evaluate(
     out: str | Path = "eval",
     *,
     baseline: ModelLike | None = None,
-    gate: Sequence[str] = (),
+    gate: str | Sequence[str] = (),
     preset: str | None = None,
     config: EvalConfig | None = None,
     position: str | None = None,
@@ -124,7 +124,7 @@ def evaluate(
     if baseline is not None:
         options["position"] = baseline_position
         measured.append(run.measure(baseline, options, measured[0]))
-    return run.finish(measured, list(gate), options)
+    return run.finish(measured, options)
 
 
 def _load_options(
@@ -190,7 +190,7 @@ class _EvalRun:
         cls,
         name: str,
         config: EvalConfig,
-        gates: Sequence[str],
+        gates: str | Sequence[str],
         out: Path,
         progress: Progress,
         say: Callable[[str], None],
@@ -198,6 +198,7 @@ class _EvalRun:
     ) -> _EvalRun:
         """Check everything that can be checked before a model is loaded."""
         check_choice(bos)
+        gates = [gates] if isinstance(gates, str) else gates
         suite, parsed = find_suite(name), [parse_gate(text) for text in gates]
         texts = named_texts(name, suite, config.data)
         check_unused_settings(name, config)
@@ -268,9 +269,7 @@ class _EvalRun:
             model.begin,
         )
 
-    def finish(
-        self, measured: Sequence[_Measurement], gates: list[str], options: LoadOptions
-    ) -> EvalResult:
+    def finish(self, measured: Sequence[_Measurement], options: LoadOptions) -> EvalResult:
         """Check the gates, and write samples, figures and record."""
         model, baseline = measured[0], measured[1] if len(measured) > 1 else None
         evaluator = measured[-1]
@@ -293,7 +292,7 @@ class _EvalRun:
         if processes().is_main_process:
             settings = {
                 "identities": {each.name: each.identity for each in measured},
-                "require": gates,
+                "require": [gate.text for gate in self.gates],
                 "device": torch.device(options.get("device") or processes().device).type,
                 "begin_of_text": {each.name: each.begin.to_json() for each in measured},
                 "train_length": model.train_length,

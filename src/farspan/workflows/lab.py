@@ -117,12 +117,17 @@ def _(result: LabResult) -> Figure:
     return lab_figures.accuracy_by_length(result.panels)
 
 
+def results_folder(recipe: str, out: str | Path | None) -> Path:
+    """Where the results of a study are; default: runs/RECIPE."""
+    return Path(out) if out is not None else Path("runs") / Path(recipe).stem
+
+
 @renamed_arguments(source="recipe", changes="overrides")
 @shows_progress
 def run(
     recipe: str,
-    overrides: Sequence[str],
-    out: str | Path,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
     *,
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -131,11 +136,16 @@ def run(
 ) -> LabResult:
     """Train and evaluate the missing models of a study, wait for other processes, write results.
 
+    recipe: lab-tiny, lab-quick, lab-grid, lab-attention, lab-hard, lab-scale, lab-scratchpad,
+        lab-encodings, lab-paper, or a .toml file; overrides: its settings, as "key=value".
+    out: default: runs/RECIPE.
+
     >>> changes = ['encodings=["none"]', "train.steps=20", "test_examples=20"]
     >>> farspan.lab("lab-tiny", changes, "runs/lab-tiny").learned  # of all, too soon
     (0, 1)
     """
-    study, out = read_study(recipe, overrides, trust_remote_code=trust_remote_code), Path(out)
+    study = read_study(recipe, overrides, trust_remote_code=trust_remote_code)
+    out = results_folder(recipe, out)
     device = resolve_device(device)
     check_results_folder(out, "lab run")
     data = custom_task_data(study)
@@ -152,14 +162,15 @@ def run(
 @renamed_arguments(source="recipe", changes="overrides")
 def summarize(
     recipe: str,
-    overrides: Sequence[str],
-    out: str | Path,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
     say: Say = lambda text: None,
     *,
     trust_remote_code: bool = False,
 ) -> LabResult:
     """Write the results of the finished models of a study, without training."""
-    study, out = read_study(recipe, overrides, trust_remote_code=trust_remote_code), Path(out)
+    study = read_study(recipe, overrides, trust_remote_code=trust_remote_code)
+    out = results_folder(recipe, out)
     results = {}
     if (out / "cells").is_dir():  # Cells would create it
         cells = Cells(out, say=say)

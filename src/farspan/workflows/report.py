@@ -12,7 +12,7 @@ import torch
 
 from farspan.attention.patch import Patch
 from farspan.data.jsonlines import read_rows
-from farspan.errors import CorruptError, FarspanError, check_not_empty, install_hint
+from farspan.errors import CorruptError, FarspanError, at_least_one, install_hint
 from farspan.files import read_json, write_text
 from farspan.loading import is_patch
 from farspan.report.page import SECTIONS, Run, page
@@ -24,7 +24,7 @@ WRITERS = "diagnose, extend, eval, reproduce, lab run or pretrain"
 
 
 def report(
-    folders: Sequence[str | Path],
+    folders: str | Path | Sequence[str | Path],
     out: str | Path = "report.html",
     *,
     say: Callable[[str], None] = lambda text: None,
@@ -43,7 +43,7 @@ def report(
         )
     if out.suffix not in (".html", ".htm"):
         raise FarspanError(f"the report is an HTML page; end the file name {out} in .html")
-    check_not_empty(folders, "the folder of a run")
+    folders = at_least_one(folders, "the folder of a run")
     runs = read_runs(folders)
     script = _plotly()
     for run, folder in zip(runs, folders, strict=True):
