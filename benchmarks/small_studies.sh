@@ -88,7 +88,7 @@ for step in $STEPS; do
         swan) study swan swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
             report_windows=120 "methods={$ROPE=[\"none\", \"swan\"]}" ;;
         long) study long swan "$out/runs" "search=$out/books-passkeys.toml" "seeds=[0, 1, 2]" \
-            report_windows=120 "methods={$ROPE=[\"none\", \"swan:swan.long=0.125\"]}" ;;
+            report_windows=120 "methods={$ROPE=[\"none\", \"swan:swan.long=0.25\"]}" ;;
         sharpened) study sharpened swan "$out/runs" "search=$out/books-passkeys.toml" \
             "seeds=[0, 1, 2]" report_windows=120 \
             "methods={$ROPE=[\"swan+headlog:search.answers=0.125\"]}" ;;

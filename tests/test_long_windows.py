@@ -12,11 +12,11 @@ from families import tokens
 from farspan.errors import FarspanError
 from farspan.methods import long_windows as long_windows_module
 from farspan.methods.job import loss_by_position
-from farspan.methods.long_windows import LongPlan
+from farspan.methods.long_windows import LongModule, LongPlan
 from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.swan import DistillPlan, SwanConfig, swan
 from farspan.methods.tuning import LossModule, TuningConfig
-from farspan.model.loss import training_loss
+from farspan.model.loss import mean_kl, training_loss
 from swan_models import (
     BY_NAME,
     EVEN,
@@ -29,13 +29,14 @@ from swan_models import (
     snapshot,
 )
 
-# 40 steps of one window of the target; six steps of the distillation, as QUICK has them.
-LONG = replace(EVEN, long=0.5, tokens=2 * 40 * TARGET, repeats=0.0)
+# 40 steps of one window of the target and two short ones; six steps of the distillation, as QUICK
+# has them.
+LONG = replace(EVEN, long=0.5, tokens=2 * 40 * 2 * TARGET, repeats=0.0)
 
 
 @pytest.fixture
 def one_window_a_step(monkeypatch):
-    monkeypatch.setattr(long_windows_module, "BATCH_TOKENS", TARGET)
+    monkeypatch.setattr(long_windows_module, "LONG_TOKENS", TARGET)
     monkeypatch.setattr(long_windows_module, "LEARNING_RATE", 1e-3)
 
 
@@ -68,8 +69,10 @@ def test_long_windows_teach_the_text_at_the_target(one_window_a_step, monkeypatc
     assert job.details["long_windows"] == {
         "length": TARGET,
         "batch": 1,
+        "micro_batch": 1,
+        "short_length": LENGTH,
         "steps": 40,
-        "tokens": 40 * TARGET,
+        "tokens": 40 * 2 * TARGET,
     }
     assert patches[0].layout == patches[1].layout
     losses = [loss_by_position(patch.apply(build("llama")), job.search) for patch in patches]
@@ -80,7 +83,7 @@ def test_long_windows_teach_the_text_at_the_target(one_window_a_step, monkeypatc
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_run_killed_on_long_windows_resumes_to_the_same_bits(step, one_window_a_step, tmp_path):
     model, tuning = build("farspan-rope"), replace(QUICK, save_every=2)
-    settings = replace(LONG, tokens=2 * 8 * TARGET)
+    settings = replace(LONG, tokens=2 * 8 * 2 * TARGET)
     uninterrupted = swan(model, job_for(model), settings, tuning)
     killed = job_for(model, folder=tmp_path, progress=stop_in_long_windows(step))
     with pytest.raises(KeyboardInterrupt):
@@ -96,15 +99,16 @@ def test_the_tokens_are_those_of_both_parts():
     config = SwanConfig(tokens=30_000_000, long=0.25)
     plan = DistillPlan.make(config, TuningConfig(), 512)
     long = config.long_plan(512, 32_768)
-    assert long.length == 32_768
+    assert (long.length, long.short_length) == (32_768, 512)
     assert long.tokens == pytest.approx(7_500_000, rel=0.01)
+    assert long.long_tokens == long.tokens / 2
     assert plan.tokens + long.tokens == pytest.approx(config.tokens, rel=0.01)
     assert SwanConfig().long_plan(512, 32_768) is None
 
 
 @pytest.mark.parametrize(
     ("target", "length", "expected"),
-    [(4096, 0, (4096, 16)), (131_072, 0, (32_768, 2)), (131_072, 100_000, (100_000, 1))],
+    [(4096, 0, (4096, 8)), (131_072, 0, (32_768, 1)), (131_072, 100_000, (100_000, 1))],
 )
 def test_long_windows_are_as_long_as_the_target_up_to_a_limit(target, length, expected):
     plan = SwanConfig(long=0.5, long_length=length).long_plan(512, target)
@@ -142,8 +146,32 @@ def test_long_windows_are_between_the_train_length_and_the_target(length):
 
 
 def test_a_step_takes_at_least_one_window():
-    assert LongPlan.make(1, 70_000) == LongPlan(70_000, 1, 1)
-    assert LongPlan.make(10 * 65_536, 4096) == LongPlan(4096, 16, 10)
+    assert LongPlan.make(1, 70_000, 512) == LongPlan(70_000, 1, 1, 512, 1)
+    assert LongPlan.make(10 * 65_536, 4096, 512) == LongPlan(4096, 8, 8, 512, 10)
+
+
+@pytest.mark.parametrize("length", [4096, 32_768, 33_000, 65_536])
+def test_a_step_has_as_many_tokens_in_short_windows_and_as_many_micro_batches(length):
+    plan = LongPlan.make(1e7, length, 512)
+    long = plan.batch * plan.length
+    assert 0.99 * long < plan.short_batch * plan.short_length <= long
+    assert plan.short_batch // plan.short_micro_batch == plan.batch // plan.micro_batch
+
+
+def test_the_base_teaches_on_short_windows_beside_the_long_ones():
+    """Both kinds count equally in a step."""
+    model, teacher = build("llama"), build("farspan-rope")
+    plan, seen = LongPlan.make(1, TARGET, LENGTH), []
+    job = job_for(model)
+    with torch.no_grad():
+        module = LongModule(model, teacher, plan.short_length)
+        for ids in long_windows_module._batches(job, plan, model.device, None)(0):
+            seen.append(tuple(ids.shape))
+            short = ids.shape[1] == LENGTH
+            expected = mean_kl(model, teacher, ids) if short else training_loss(model, ids)
+            assert module(ids) == pytest.approx(expected.item(), rel=1e-5)
+            assert abs(mean_kl(model, teacher, ids) - training_loss(model, ids)) > 0.1
+    assert seen == [(plan.batch, TARGET), (2 * plan.batch, LENGTH)]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "granite", "phi", "farspan-rope"])

@@ -217,7 +217,7 @@ def _show_details(extension: ExtendResult) -> None:
             f"[dim]{search['method']}, learning rate {search['lr']:g}[/] {search['end']}"
             f"{passkeys if search['passkeys'] else ''}"
         )
-    for key, done in (("distillation", "distilled on"), ("long_windows", "then trained on")):
+    for key, done in (("distillation", "distilled on"), ("long_windows", "then also on")):
         if plan := extension.details.get(key):
             size = f"{plan['steps']:,} steps of {plan['batch']} windows of {plan['length']:,}"
             print_line(f"[dim]{done}[/] {plan['tokens']:,} tokens: {size}")

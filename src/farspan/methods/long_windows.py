@@ -1,45 +1,64 @@
 """The last part of a conversion: windows that are far longer than the train length.
 
 There the base predicts badly and cannot teach, so the changed model learns from the text itself: to
-use what stands beyond the train length, which no window of the distillation showed. The learning
-rate is low, because the text pulls the model towards itself.
+use what stands beyond the train length, which no window of the distillation showed. The base goes
+on teaching on short windows in the same steps, because text alone pulls the model away from what it
+predicts near by.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.attention.model_facts import forward_flops
-from farspan.attention.probe import probe
 from farspan.data.recall import ChangeRow
 from farspan.errors import FarspanError
+from farspan.methods.distill import DistillModule
 from farspan.methods.job import FitJob, largest_micro_batch, shared_batch
 from farspan.methods.tuning import LossModule, TuningConfig, WeightTraining, train_weights
 from farspan.train.optim import OptimizerConfig
 
-BATCH_TOKENS = 65_536
+LONG_TOKENS = 32_768  # of a step, and as many in short windows
 LEARNING_RATE, WARMUP = 1e-4, 10
 
 
 @dataclass(frozen=True)
 class LongPlan:
-    """The size of the training on long windows."""
+    """The size of the training on long windows, and on short ones beside them."""
 
-    length: int  # tokens of a window
-    batch: int  # windows of a step
+    length: int  # tokens of a long window
+    batch: int  # long windows of a step
+    micro_batch: int
+    short_length: int
     steps: int
 
     @classmethod
-    def make(cls, tokens: float, length: int) -> LongPlan:
-        batch = shared_batch(max(1, BATCH_TOKENS // length))
-        return cls(length, batch, max(1, round(tokens / (batch * length))))
+    def make(cls, tokens: float, length: int, short_length: int) -> LongPlan:
+        batch = shared_batch(max(1, LONG_TOKENS // length))
+        plan = cls(length, batch, largest_micro_batch(batch, length), short_length, 1)
+        return cls(
+            length, batch, plan.micro_batch, short_length, max(1, round(tokens / plan.tokens))
+        )
+
+    @property
+    def short_micro_batch(self) -> int:
+        return self.micro_batch * self.length // self.short_length
+
+    @property
+    def short_batch(self) -> int:
+        return self.batch // self.micro_batch * self.short_micro_batch
+
+    @property
+    def long_tokens(self) -> int:
+        return self.steps * self.batch * self.length
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.batch * self.length
+        return self.long_tokens + self.steps * self.short_batch * self.short_length
 
 
 def check_long_length(length: int, train_length: int, target: int) -> None:
@@ -50,19 +69,34 @@ def check_long_length(length: int, train_length: int, target: int) -> None:
         )
 
 
+class LongModule(LossModule):
+    """The loss of long windows on the text, and that of windows of `short_length` by the base."""
+
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, short_length: int):
+        super().__init__(model)
+        self.short_length = short_length
+        self._distill = (DistillModule(model, teacher, 0.0),)  # its model is registered already
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._distill[0](ids) if ids.shape[1] == self.short_length else super().forward(ids)
+
+
 def train_on_long_windows(
     model: PreTrainedModel,
+    teacher: PreTrainedModel,
     job: FitJob,
     plan: LongPlan,
     tuning: TuningConfig,
     change_row: ChangeRow | None,
+    flops: float,
 ) -> dict[str, Tensor]:
-    """The model's weights after training on the next token of long windows."""
-    job = job.with_windows(plan.length)
-    micro_batch = largest_micro_batch(plan.batch, plan.length)
+    """The model's weights after training on the next token of long windows.
+
+    flops: of a token, on average over both kinds of windows.
+    """
     training = WeightTraining(
-        LossModule(model),
-        job.batches(plan.batch, micro_batch, model.device, change_row),
+        LongModule(model, teacher, plan.short_length),
+        _batches(job, plan, model.device, change_row),
         tokens=plan.tokens // plan.steps,
         steps=plan.steps,
         optimization=OptimizerConfig(
@@ -73,6 +107,17 @@ def train_on_long_windows(
             schedule="linear",
             decay=1.0,
         ),
-        flops=3 * forward_flops(model, probe(model), plan.length),
+        flops=flops,
     )
     return train_weights(model, job, "lengthen", tuning, training)
+
+
+def _batches(
+    job: FitJob, plan: LongPlan, device: torch.device, change_row: ChangeRow | None
+) -> Callable[[int], list[Tensor]]:
+    """Micro batches of long and short windows in turn, as many of each, so both count equally."""
+    long = job.with_windows(plan.length).batches(plan.batch, plan.micro_batch, device, change_row)
+    short = job.with_windows(plan.short_length).batches(
+        plan.short_batch, plan.short_micro_batch, device, change_row
+    )
+    return lambda step: [ids for pair in zip(long(step), short(step), strict=True) for ids in pair]

@@ -85,7 +85,7 @@ class SwanConfig:
     length: int = 0  # of its windows; 0: L, at most 8,192
     loss: str = "kl"  # kl: from the base; cross-entropy: on the text
     short: float = 0.0  # share of the micro batches cut into windows as long as swan.window
-    long: float = 0.0  # share of the tokens read last, in windows of long_length, by cross-entropy
+    long: float = 0.0  # share of the tokens read last, half of them in windows of long_length
     long_length: int = 0  # 0: the target, at most 32,768
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
@@ -175,7 +175,7 @@ class SwanConfig:
             return None
         length = self.long_length or min(MAX_LONG_LENGTH, target)
         check_long_length(length, train_length, target)
-        return LongPlan.make(self.long * self.tokens, length)
+        return LongPlan.make(self.long * self.tokens, length, self.length_for(train_length))
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,14 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
         set_layout(model, layout)
         with compiled(model, teacher):
             weights = _distill(model, teacher, job, config, tuning, plan)
-            del teacher
             if long_plan is not None:
                 job.details["long_windows"] = {**vars(long_plan), "tokens": long_plan.tokens}
                 rows = _recall_rows(job, config)
+                flops = long_flops(model, probe(model), probe(teacher), long_plan)
                 with weights_override(model, weights):
-                    weights |= train_on_long_windows(model, whole, long_plan, tuning, rows)
+                    weights |= train_on_long_windows(
+                        model, teacher, whole, long_plan, tuning, rows, flops / long_plan.tokens
+                    )
         scales = None
         if config.sharpen:
             with weights_override(model, weights):
@@ -500,6 +502,15 @@ def distillation_flops(
     forward pass of its base; without base layers, of the model alone."""
     teaching = forward_flops(model, base, length) if base else 0.0
     return 3 * forward_flops(model, layers, length) + teaching
+
+
+def long_flops(
+    model: PreTrainedModel, layers: Sequence[Layer], base: Sequence[Layer], plan: LongPlan
+) -> float:
+    """Of the training on long windows and on the short ones beside them."""
+    long = plan.long_tokens * distillation_flops(model, layers, (), plan.length)
+    short = plan.tokens - plan.long_tokens
+    return long + short * distillation_flops(model, layers, base, plan.short_length)
 
 
 def planned_layers(layers: Sequence[Layer], config: SwanConfig, train_length: int) -> list[Layer]:

@@ -16,7 +16,13 @@ from farspan.methods.job import FitJob, grid_size
 from farspan.methods.registry import SCALE_METHODS, TUNING_STEPS, ExtendConfig
 from farspan.methods.rope import FACTORS, ROPE_SCALINGS
 from farspan.methods.schedules import SCHEDULES
-from farspan.methods.swan import SLOPES, DistillPlan, distillation_flops, planned_layers
+from farspan.methods.swan import (
+    SLOPES,
+    DistillPlan,
+    distillation_flops,
+    long_flops,
+    planned_layers,
+)
 from farspan.methods.tuning import BATCH, FAIR_STEPS
 from farspan.methods.uniform import COARSE, STEP
 from farspan.progress import Stage, format_duration
@@ -102,8 +108,8 @@ def distillation_cost(
     long = config.swan.long_plan(job.train_length, job.target)
     if long is None:
         return DistillCost(plan.tokens, plan.steps, flops)
-    long_flops = long.tokens * distillation_flops(model, converted, (), long.length)
-    return DistillCost(plan.tokens + long.tokens, plan.steps, flops, long.steps, long_flops)
+    more = long_flops(model, converted, layers, long)
+    return DistillCost(plan.tokens + long.tokens, plan.steps, flops, long.steps, more)
 
 
 def method_stages(
