@@ -325,6 +325,14 @@ def test_lengths_are_written_as_on_the_command_line():
         parse_length(1024.0)
 
 
+@pytest.mark.parametrize("name", ["rope-twin", "swan-twin"])
+def test_the_object_of_a_bundled_model_has_its_name_and_its_tokenizer(name):
+    loaded = farspan.load(name)
+    assert ModelObject.wrap(loaded.model) == name
+    again = farspan.load(loaded.model)
+    assert again.tokenizer("a word")["input_ids"] == loaded.tokenizer("a word")["input_ids"]
+
+
 def test_one_of_several_needs_no_list(tmp_path):
     with pytest.raises(FarspanError, match="some-run was not found"):
         farspan.report("some-run", tmp_path / "report.html")

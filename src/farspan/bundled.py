@@ -22,3 +22,12 @@ def resolve_bundled(model: str | Path) -> str | Path:
     if is_bundled(str(model)) and not Path(model).exists():
         return BUNDLED_MODELS / str(model)
     return model
+
+
+def bundled_name(path: str) -> str:
+    """The name of a bundled model whose folder this is; any other path unchanged.
+
+    >>> bundled_name(str(resolve_bundled("nope-twin")))
+    'nope-twin'
+    """
+    return Path(path).name if Path(path).parent == BUNDLED_MODELS else path

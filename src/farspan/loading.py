@@ -202,9 +202,9 @@ def _tokenizer_of(source: ModelObject) -> transformers.PreTrainedTokenizerBase |
     """That of the object, or of the folder or hub id that it was loaded from."""
     if source.tokenizer is not None:
         return source.tokenizer
-    name = str(source)
+    name = str(resolve_bundled(str(source)))
     if source.patch is not None:
-        name = str(resolve_bundled(base_source(Path(source), source.patch)))
+        name = str(resolve_bundled(base_source(Path(name), source.patch)))
     known = Path(name).is_dir() or is_hub_id(name)
     return _load_tokenizer(name, False) if known else None
 

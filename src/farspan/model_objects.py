@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, applied_patch
+from farspan.bundled import bundled_name
 
 # A name or path, a model object, or what `load` returns: a model and its tokenizer.
 ModelLike = str | Path | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
@@ -39,7 +40,8 @@ class ModelObject(str):
             return [cls.wrap(each) for each in value] if isinstance(value, list) else value
         applied = applied_patch(model)
         folder = applied.folder if applied else ""
-        name = cls(folder or getattr(model, "name_or_path", "") or type(model).__name__)
+        path = folder or getattr(model, "name_or_path", "") or type(model).__name__
+        name = cls(bundled_name(path))
         name.model, name.tokenizer = model, tokenizer
         name.patch = applied.patch if applied else None
         return name
