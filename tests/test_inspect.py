@@ -188,6 +188,15 @@ def test_real_sizes_are_inspected_from_the_config(name: str, tmp_path):
         assert inspection.base_scale == pytest.approx(128**-0.5)
 
 
+def test_a_note_tells_the_cache_of_latent_attention(tmp_path):
+    """DeepSeek V3 stores 512 + 64 numbers a layer where engines keep the latent."""
+    hf.DeepseekV3Config(num_hidden_layers=4).save_pretrained(tmp_path)
+    notes = farspan.inspect(tmp_path).warnings
+    assert any("store 2,304 numbers per token" in note for note in notes)
+    hf.LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert not any("latent" in note for note in farspan.inspect(tmp_path).warnings)
+
+
 @torch.no_grad()
 def test_position_none_loads_a_llama_checkpoint_without_rotation(tmp_path):
     nope = next(family for family in FAMILIES if family.name == "farspan-none").build()

@@ -50,6 +50,7 @@ from farspan.workflows.inspect_summary import (
     cache_reports,
     describe_other_layers,
     describe_rope_scaling,
+    latent_numbers,
     layers_without_attention,
     next_calls,
     next_commands,
@@ -476,6 +477,11 @@ def _config_warnings(config: PreTrainedConfig) -> list[str]:
     length, table = config_train_length(config), getattr(config, "position_table", None)
     if "learned" in getattr(config, "position", ()) and table and length and table > length:
         warnings.append(f"its position table has {table} rows; those beyond {length} are untrained")
+    if numbers := latent_numbers(config):
+        warnings.append(
+            "transformers stores the keys and values of every head; engines that keep the latent "
+            f"vectors instead store {numbers:,} numbers per token"
+        )
     return warnings
 
 

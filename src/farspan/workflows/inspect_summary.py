@@ -48,6 +48,14 @@ def stored_dtype(config: PreTrainedConfig, model: PreTrainedModel) -> torch.dtyp
     return named if isinstance(named, torch.dtype) else model.dtype
 
 
+def latent_numbers(config: PreTrainedConfig) -> int:
+    """What multi-head latent attention (DeepSeek V2 and V3) needs of a token, over all layers: the
+    compressed keys and values and one rotated key. 0: the config names no latent attention."""
+    ranks = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    latent, rotated = (rank or 0 for rank in ranks)
+    return config.num_hidden_layers * (latent + rotated) if latent else 0
+
+
 def describe_rope_scaling(config: PreTrainedConfig) -> str | None:
     """`llama3, factor 8, from 8,192 tokens; base 500,000`, by type of layer if these differ."""
     rope = getattr(config, "rope_parameters", None) or {}
