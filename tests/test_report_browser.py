@@ -1,9 +1,14 @@
-"""The report in Chromium: charts are drawn on any screen, without an error or a request."""
+"""The report in Chromium: charts are drawn on any screen, without an error or a request.
+
+`npm install axe-core` in the checkout, or FARSPAN_AXE=path/to/axe.min.js, adds a check of
+accessibility.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,9 @@ import pytest
 from browser import SCHEMES, WIDTHS, Browser, chromium
 from farspan.workflows.report import report
 
+CHECKOUT = Path(__file__).parent.parent
+AXE = Path(os.environ.get("FARSPAN_AXE", CHECKOUT / "node_modules/axe-core/axe.min.js"))
+GRAVE = ("serious", "critical")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no chromium on this machine")
 
 # Of every chart, whether it has lines or cells; the widest element; what colors the page has.
@@ -50,6 +58,13 @@ def page(tmp_path_factory) -> Path:
     return report([folder / name for name in records], folder / "report.html")
 
 
+def open_samples(browser: Browser) -> None:
+    """Their text is unpacked when their part of the page is first opened."""
+    browser.evaluate("document.querySelector('details').open = true")
+    samples = "document.querySelectorAll('.sample').length"
+    browser.evaluate(f"new Promise(done => setInterval(() => {samples} && done(), 20))")
+
+
 @pytest.mark.long
 def test_charts_are_drawn_at_every_width_and_color_scheme(page):
     colors = {}
@@ -63,11 +78,29 @@ def test_charts_are_drawn_at_every_width_and_color_scheme(page):
             assert facts["marks"] == ["trained on 128"] * 2
             assert len(facts["cards"]) == 2
             colors.setdefault(scheme, set()).add(tuple(facts["colors"]))
-        browser.evaluate("document.querySelector('details').open = true")
-        samples = "document.querySelectorAll('.sample').length"
-        browser.evaluate(f"new Promise(done => setInterval(() => {samples} && done(), 20))")
+        open_samples(browser)
         assert browser.errors == []
         assert browser.requests == [page.as_uri()]
     (light,), (dark,) = colors["light"], colors["dark"]
     assert light[0] != dark[0], "the page"
     assert light[1] != dark[1], "the lines of charts"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not AXE.is_file(), reason=f"there is no {AXE}; run `npm install axe-core`")
+def test_the_page_is_accessible_at_every_width_and_color_scheme(page):
+    with Browser(chromium()) as browser:
+        browser.open(page)
+        open_samples(browser)
+        browser.evaluate(AXE.read_text())
+        for width, scheme in itertools.product(WIDTHS, SCHEMES):
+            browser.show(width, scheme)
+            answer = json.loads(browser.evaluate("axe.run().then(JSON.stringify)"))
+            assert answer["passes"], "rules were tested"
+            grave = [
+                f"{rule['id']}: {node['html']}"
+                for rule in answer["violations"]
+                if rule["impact"] in GRAVE
+                for node in rule["nodes"]
+            ]
+            assert grave == [], f"{width} {scheme}"
