@@ -222,6 +222,8 @@ def test_help_of_a_package_shows_its_function(package, parameter):
     module = getattr(farspan, package)
     assert next(iter(inspect.signature(module).parameters)) == parameter
     assert f"farspan.{package}({parameter}: " in module.__doc__
+    assert "= …" in module.__doc__
+    assert " at 0x" not in module.__doc__
     assert "Write" in module.__doc__ or "write results" in module.__doc__
 
 
