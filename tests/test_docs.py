@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import json
 import os
@@ -124,12 +125,23 @@ def test_the_defaults_of_extend_are_those_of_the_code():
     assert read_extend_config(None, settings) == replace(ExtendConfig(), search=search)
 
 
-@pytest.fixture(scope="module")
-def hooks():
-    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+def import_from_docs(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    return import_from_docs("site_hooks")
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe", reason="it comes with the extra docs")
+    result = doctest.testmod(import_from_docs("site_docstrings"))
+    assert result.attempted
+    assert not result.failed
 
 
 def test_links_of_the_site_stay_in_it(hooks):
