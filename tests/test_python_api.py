@@ -6,6 +6,8 @@ import contextlib
 import doctest
 import inspect
 import json
+import pydoc
+import re
 import subprocess
 import sys
 import types
@@ -44,6 +46,7 @@ from farspan.report.comparison import ComparedScore
 from farspan.report.lab_figures import Panel
 from farspan.summaries import Plotted, ResultList, Summarized, plain, shorten
 from farspan.train.loop import METRICS
+from farspan.workflows import lab as lab_workflow
 from farspan.workflows.check import CheckResult
 from farspan.workflows.compare import CompareResult
 from farspan.workflows.eval_models import model_identity
@@ -54,6 +57,7 @@ from farspan.workflows.lab import LabResult, results_folder, summarize
 from farspan.workflows.lab_estimate import LabEstimate
 from farspan.workflows.lab_finetune import FinetuneResult
 from farspan.workflows.pretrain import PretrainEstimate, PretrainResult
+from farspan.workflows.report import report
 from farspan.workflows.reproduce import StudyResults
 from test_extend import _no_figures, tiny  # noqa: F401
 
@@ -177,15 +181,27 @@ def test_every_result_is_short_and_becomes_json(results):
         json.dumps(result.to_dict(), allow_nan=True)
 
 
-def test_every_class_of_results_is_among_the_tested(results):
+def result_classes() -> set[type]:
     """All classes that summarize themselves."""
 
     def below(base: type) -> set[type]:
         return {each for sub in base.__subclasses__() for each in ({sub} | below(sub))}
 
     in_farspan = {each for each in below(Summarized) if each.__module__.startswith("farspan")}
-    abstract = {Plotted, *(each for each in in_farspan if each.__name__ == "ResultList")}
-    assert in_farspan - abstract == {type(result) for result in results}
+    return in_farspan - {Plotted, *(each for each in in_farspan if each.__name__ == "ResultList")}
+
+
+def test_every_class_of_results_is_among_the_tested(results):
+    assert result_classes() == {type(result) for result in results}
+
+
+def test_the_page_of_the_api_has_every_public_name_and_result():
+    page = (Path(__file__).parent.parent / "docs/api.md").read_text()
+    on_page = {pydoc.locate(name) for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)}
+    packages = {"lab": lab_workflow.run, "report": report}
+    public = {packages.get(name) or getattr(farspan, name) for name in farspan.__all__}
+    assert public | result_classes() <= on_page
+    assert None not in on_page, "a name that does not exist"
 
 
 def test_results_say_what_they_hold():
