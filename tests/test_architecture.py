@@ -75,6 +75,12 @@ def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+def test_the_design_names_every_public_name():
+    text = (ROOT / "docs" / "design.md").read_text()
+    entry = re.search(r"__init__\.py +the public names, .*?: (.*?)\n  cli/", text, re.DOTALL)
+    assert sorted(re.split(r",\s+", entry[1])) == sorted(farspan.__all__)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_down(path: Path):
     level = {name: number for number, layer in enumerate(layers()) for name in layer}
