@@ -112,6 +112,12 @@ class Browser:
         self.call("Page.navigate", url=page.resolve().as_uri())
         self._wait_until_drawn(width, scheme)
 
+    def open_site(self, page: Path, width: int, scheme: str) -> None:
+        """A page that is no report."""
+        self._emulate(width, scheme)
+        self.call("Page.navigate", url=page.resolve().as_uri())
+        self._wait_until("document.readyState === 'complete'")
+
     def show(self, width: int, scheme: str) -> None:
         """Change the size of the window and the color scheme of the open report."""
         self._emulate(width, scheme)
@@ -124,11 +130,14 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=media)
 
     def _wait_until_drawn(self, width: int, scheme: str) -> None:
-        """At most 30 s; a report writes down for which screen its charts are drawn."""
-        ready = f"document.documentElement?.dataset.drawn === '{width} {scheme}'"
+        """A report writes down for which screen its charts are drawn."""
+        self._wait_until(f"document.documentElement?.dataset.drawn === '{width} {scheme}'")
+
+    def _wait_until(self, condition: str) -> None:
+        """At most 30 s."""
         self.evaluate(
             "new Promise((done, fail) => { const start = Date.now(); (function wait() {"
-            f"if ({ready}) done(); else if (Date.now() - start > 30000) fail('not drawn');"
+            f"if ({condition}) done(); else if (Date.now() - start > 30000) fail('not drawn');"
             "else setTimeout(wait, 20) })() })"
         )
 

@@ -1,7 +1,7 @@
 """The report in Chromium: charts are drawn on any screen, without an error or a request.
 
-`npm install axe-core` in the checkout, or FARSPAN_AXE=path/to/axe.min.js, adds a check of
-accessibility.
+`npm install axe-core` in the checkout, or FARSPAN_AXE=path/to/axe.min.js, checks the
+accessibility of the report and of the site.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,21 +88,43 @@ def test_charts_are_drawn_at_every_width_and_color_scheme(page):
     assert light[1] != dark[1], "the lines of charts"
 
 
+needs_axe = pytest.mark.skipif(
+    not AXE.is_file(), reason=f"there is no {AXE}; run `npm install axe-core`"
+)
+
+
+def grave_violations(browser: Browser) -> list[str]:
+    """Those of the open page, by rule and element."""
+    browser.evaluate(AXE.read_text())
+    answer = json.loads(browser.evaluate("axe.run().then(JSON.stringify)"))
+    assert answer["passes"], "rules were tested"
+    grave = [rule for rule in answer["violations"] if rule["impact"] in GRAVE]
+    return [f"{rule['id']}: {node['html']}" for rule in grave for node in rule["nodes"]]
+
+
+@needs_axe
 @pytest.mark.long
-@pytest.mark.skipif(not AXE.is_file(), reason=f"there is no {AXE}; run `npm install axe-core`")
-def test_the_page_is_accessible_at_every_width_and_color_scheme(page):
+def test_the_report_is_accessible_at_every_width_and_color_scheme(page):
     with Browser(chromium()) as browser:
         browser.open(page)
         open_samples(browser)
-        browser.evaluate(AXE.read_text())
         for width, scheme in itertools.product(WIDTHS, SCHEMES):
             browser.show(width, scheme)
-            answer = json.loads(browser.evaluate("axe.run().then(JSON.stringify)"))
-            assert answer["passes"], "rules were tested"
-            grave = [
-                f"{rule['id']}: {node['html']}"
-                for rule in answer["violations"]
-                if rule["impact"] in GRAVE
-                for node in rule["nodes"]
-            ]
-            assert grave == [], f"{width} {scheme}"
+            assert grave_violations(browser) == [], f"{width} {scheme}"
+
+
+@needs_axe
+@pytest.mark.long
+def test_the_site_is_accessible_at_every_width_and_color_scheme(tmp_path):
+    """A page with a picture, one of signatures, one of long tables."""
+    pytest.importorskip("mkdocs", reason="it comes with the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=CHECKOUT, env=environment, check=True)
+    schemes = set()
+    with Browser(chromium()) as browser:
+        for name, width, scheme in itertools.product(("", "api/", "log/"), WIDTHS, SCHEMES):
+            browser.open_site(tmp_path / name / "index.html", width, scheme)
+            schemes.add((scheme, browser.evaluate("document.body.dataset.mdColorScheme")))
+            assert grave_violations(browser) == [], f"{name} {width} {scheme}"
+    assert schemes == {("light", "default"), ("dark", "slate")}
