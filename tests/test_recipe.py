@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.errors import FarspanError
-from farspan.recipe import _leaves, from_toml, load_recipe, to_toml
+from farspan.recipe import _leaves, apply_overrides, from_toml, load_recipe, to_toml
 
 
 @dataclass(frozen=True)
@@ -352,8 +352,13 @@ def test_an_unknown_key_is_refused_with_the_closest_known_key(text, key, closest
             "model.bases=[1, true]",
             "model.bases = [1, true] is invalid; write a list of finite numbers",
         ),
-        ("model=5", "model = 5 is invalid; write a table"),
-        ("data.labels=a", 'data.labels = "a" is invalid; write a table'),
+        ("model=5", "model = 5 is invalid; write a table, or set model.position"),
+        ("data.labels=a", 'data.labels = "a" is invalid; write a table, or set data.labels.*'),
+        (
+            "data.sources.a=1",
+            "data.sources.a = 1 is invalid; write a table, or set data.sources.a.path",
+        ),
+        ("tuned=5", 'tuned = 5 is invalid; write a table, or "" for none, or set tuned.position'),
         ("data.mix.web=a", 'data.mix.web = "a" is invalid; write a finite number'),
         ("data.sources.a={path=1}", "data.sources.a.path = 1 is invalid; write a string"),
         (
@@ -366,6 +371,11 @@ def test_an_unknown_key_is_refused_with_the_closest_known_key(text, key, closest
             "a recipe has no key data.sources.a.wait; did you mean data.sources.a.weight?",
         ),
         ("stpes=1", "a recipe has no key stpes; did you mean train.steps?"),
+        (
+            "train.zzz=1",
+            "a recipe has no key train.zzz; choose one of train, name, note, data, model, tuned, "
+            "teacher, tags",
+        ),
         ("steps=-1", "train.steps is -1; write a number of steps from 0 on"),
         ("seed=1", "the key seed could be train.seed or data.seed; write it in full"),
         ("weight=1", "the key weight could be data.sources.*.weight; write it in full"),
@@ -463,3 +473,24 @@ def test_a_partial_table_keeps_the_rest_of_its_default():
 
 def test_a_written_recipe_is_plain_toml():
     assert tomllib.loads(to_toml(MINIMAL))["model"] == {"position": "rope", "scale": 1, "bases": []}
+
+
+@dataclass(frozen=True)
+class Budgets:
+    steps: dict[str, int] = field(default_factory=dict)
+    train: Train = Train(10)
+    model: Model = Model()
+    report_windows: int = 8
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", "a recipe has no key stepz; did you mean train.steps?"),  # a value, no table
+        ("steps=3", "steps = 3 is invalid; write a table, or set train.steps or steps.*"),
+        ("windows=3", "a recipe has no key windows; did you mean report_windows?"),
+        ("x=1", "a recipe has no key x; choose one of steps, train, model, report_windows"),
+    ],
+)
+def test_suggests_values_by_their_last_name(override, message):
+    assert refusal(lambda: apply_overrides(Budgets(), [override])) == message

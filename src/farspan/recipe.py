@@ -29,6 +29,8 @@ Keys = tuple[str, ...]
 
 _type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)  # slow, and asked for often
 WIDTH = 100  # a longer list is written with one item a line
+CLOSE = 0.6  # least similarity of a suggested name, as that of difflib.get_close_matches
+WORD = 0.95  # similarity of a name with a whole word of it
 TYPE_NAMES = {  # singular, plural
     str: ("a string", "strings"),
     int: ("an integer", "integers"),
@@ -181,6 +183,10 @@ def _is_table(kind: Any) -> bool:
     return _is_config(kind) or get_origin(kind) is dict
 
 
+def _is_only_table(kind: Any) -> bool:
+    return all(_is_table(member) or member is NoneType for member in _members(kind))
+
+
 def _accepts(kind: Any, value: Any) -> bool:
     """Whether a TOML value fits a type; what is in a table is checked when the table is read."""
     if get_origin(kind) in (Union, UnionType):
@@ -214,7 +220,7 @@ def _leaves(kind: Any, keys: Keys = ()) -> Iterator[Keys]:
                 yield from _leaves(hint, (*keys, key))
         elif get_origin(member) is dict:
             yield from _leaves(get_args(member)[1], (*keys, "*"))
-    if not all(_is_table(member) or member is NoneType for member in _members(kind)):
+    if not _is_only_table(kind):
         yield keys
 
 
@@ -236,17 +242,21 @@ def _type_name(kind: Any) -> str:
 
 
 def _checked(kind: type[T], document: Mapping[str, Any]) -> T:
-    for keys in _all_keys(document):
-        if _type_at(kind, keys) is None:
+    for keys, value in _all_items(document):
+        hint = _type_at(kind, keys)
+        if hint is None:
             raise _unknown(kind, keys)
+        absent = value in (None, "") and _accepts(hint, None)
+        if _is_only_table(hint) and not isinstance(value, dict) and not absent:
+            raise _not_a_table(kind, keys, value)
     return _build(kind, document, (), None)
 
 
-def _all_keys(table: Mapping[str, Any], prefix: Keys = ()) -> Iterator[Keys]:
+def _all_items(table: Mapping[str, Any], prefix: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     for key, value in table.items():
-        yield (*prefix, key)
+        yield (*prefix, key), value
         if isinstance(value, dict):
-            yield from _all_keys(value, (*prefix, key))
+            yield from _all_items(value, (*prefix, key))
 
 
 def _build(kind: type[T], table: Mapping[str, Any], prefix: Keys, default: T | None) -> T:
@@ -295,22 +305,48 @@ def _format_value(value: Any) -> str:
 
 
 def _unknown(kind: type, keys: Keys) -> FarspanError:
-    """The error for an unknown key, with the closest known one.
+    """The error for an unknown key, with the closest known one if one is close."""
+    closest = _value_above(kind, keys) or _closest(kind, keys)
+    way_out = f"did you mean {'.'.join(closest)}?" if closest else ""
+    way_out = way_out or f"choose one of {', '.join(_schema(kind))}"
+    return FarspanError(f"a recipe has no key {_dotted(keys)}; {way_out}")
 
-    Closest means as a whole, or by its last name in another table.
-    """
 
-    def closeness(known: Keys) -> tuple[float, float]:
-        whole, last = _similarity(_dotted(known), _dotted(keys)), _similarity(known[-1], keys[-1])
-        return max(whole, last), whole
+def _value_above(kind: type, keys: Keys) -> Keys:
+    """The beginning of an unknown key that is a value and not a table: train.steps of
+    train.steps.deep."""
+    known = (keys[:depth] for depth in range(1, len(keys)) if _type_at(kind, keys[:depth]))
+    return next((key for key in known if not _is_only_table(_type_at(kind, key))), ())
 
-    known = {
-        _fill_names(leaf[:depth], keys)
-        for leaf in _leaves(kind)
-        for depth in range(1, len(leaf) + 1)
-    }
-    closest: Keys = max(sorted(known), key=closeness)
-    return FarspanError(f"a recipe has no key {_dotted(keys)}; did you mean {'.'.join(closest)}?")
+
+def _closest(kind: type, keys: Keys) -> Keys:
+    """The key whose last name is closest: a value before a table, then the closest as a whole."""
+    leaves = {_fill_names(leaf, keys) for leaf in _leaves(kind)}
+    tables = {leaf[:depth] for leaf in leaves for depth in range(1, len(leaf))}
+
+    def closeness(known: Keys) -> tuple[float, bool, float]:
+        whole = _similarity(_dotted(known), _dotted(keys))
+        return _name_similarity(known[-1], keys[-1]), known in leaves, whole
+
+    best = max(sorted(leaves | tables), key=closeness)
+    return best if closeness(best)[0] >= CLOSE else ()
+
+
+def _not_a_table(kind: type, keys: Keys, value: Any) -> FarspanError:
+    """The error for a value in place of a table, with the keys that may be meant."""
+    leaves = list(_leaves(kind))
+    same_name = [leaf for leaf in leaves if leaf[-1] == keys[-1]]
+    below = [leaf for leaf in leaves if _fill_names(leaf, keys)[: len(keys)] == keys][:1]
+    meant = [".".join(_fill_names(leaf, keys)) for leaf in same_name + below]
+    return FarspanError(
+        f"{_dotted(keys)} = {_format_value(value)} is invalid; write "
+        f"{_expected(_type_at(kind, keys))}, or set {' or '.join(meant)}"
+    )
+
+
+def _name_similarity(known: str, typed: str) -> float:
+    """`windows` is closer to `report_windows` than to `window`."""
+    return max(_similarity(known, typed), WORD * (typed in known.split("_")))
 
 
 def _similarity(one: str, other: str) -> float:
