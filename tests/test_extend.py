@@ -712,6 +712,33 @@ def test_a_search_on_a_patch_measures_and_keeps_all_of_it(tiny, tmp_path):
     assert again.patch.method == "swan+headlog+headlog"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "first", "tried"),
+    [
+        ("none", "uniform", ["headlog", "headscale"]),
+        ("none", "logn", ["headlog"]),  # headscale refuses scales that grow
+        ("rope", "swan", ["headlog", "headscale"]),  # other weights and no scales
+    ],
+)
+def test_auto_on_a_patch_searches_on_from_it(tiny, tmp_path, source, first, tried):
+    text = tiny / "text.txt"
+    unsharpened = replace(CONVERTED, swan=replace(CONVERTED.swan, sharpen=False))
+    recipe = unsharpened if first == "swan" else FEW
+    extend(tiny / source, 128, tmp_path / "first", first, data=text, recipe=recipe)
+    options = {"data": text, "recipe": replace(FEW, search=STILL)}
+    estimate = extend_workflow.estimate_extension(tmp_path / "first", 192, **options)
+    assert list(estimate.methods) == tried
+    result = extend(tmp_path / "first", 192, tmp_path / "second", **options)
+    assert result.patch.method in {f"{first}+{method}" for method in tried}
+    assert ("against" in result.notes[-1]) == (len(tried) > 1)
+    assert all(method in result.notes[-1] for method in tried)
+    assert bool(result.patch.layout) == (first == "swan")
+    assert seam.installed(farspan.load(tmp_path / "second").model)
+    record = json.loads((tmp_path / "second" / "record.json").read_text())
+    assert record["settings"]["start"]["method"] == first
+
+
 def test_a_start_for_other_layers_is_refused_before_anything_is_measured(tiny, monkeypatch):
     monkeypatch.setattr(extend_workflow, "_announce", lambda prepared: pytest.fail("it starts"))
     recipe = replace(FEW, search=replace(QUICK, init=(1.1, 1.2, 1.3)))
@@ -723,7 +750,7 @@ def test_a_start_for_other_layers_is_refused_before_anything_is_measured(tiny, m
     ("first", "method", "search", "options", "message"),
     [
         ("uniform", "yarn", None, {}, "only scales can be fitted on one, not yarn"),
-        ("uniform", "auto", None, {}, "only scales can be fitted on one, not auto"),
+        ("ssmax", "auto", STILL, {}, r"another formula .* \(basis ln\)"),
         ("uniform", "logn", None, {}, "is a patch with scales, which logn would replace"),
         ("logn", "headscale", STILL, {}, "grow with the context, and headscale searches"),
         ("ssmax", "headlog", STILL, {}, r"another formula .* \(basis ln\)"),

@@ -181,13 +181,13 @@ def check_combination(method: str) -> None:
 
 def check_start(source: str | Path, patch: Patch, names: Sequence[str]) -> None:
     """Refuse methods that cannot be fitted on a model with this patch."""
-    other = next((name for name in names if name not in SCALE_METHODS), None)
+    other = next((name for name in names if name not in {*SCALE_METHODS, "auto"}), None)
     if other is not None:
         raise FarspanError(
             f"{source} is a patch, and only scales can be fitted on one, not {other}; use "
             "headscale or headlog, or extend its base model (methods can be joined with +)"
         )
-    if patch.scales is not None and not {"headscale", "headlog"} & set(names):
+    if patch.scales is not None and not SEARCHES & set(names):
         raise FarspanError(
             f"{source} is a patch with scales, which {'+'.join(names)} would replace; use "
             "headscale or headlog, which start from them, or extend its base model"
@@ -304,6 +304,10 @@ def candidate_methods(
     """The methods themselves, or those among which auto chooses."""
     if list(names) != ["auto"]:
         return list(names)
+    if job.start_name:  # a patch
+        constant = job.start is None or job.start.constant
+        # headlog first: it refuses some scales, which should not take a search to learn.
+        return ["headlog", "headscale"] if constant else ["headlog"]
     rotary = [layer for layer in layers if layer.position == "rope"]
     scaling = existing_rope_scaling(model.config)
     scaled = scaling is not None
@@ -417,23 +421,30 @@ def fit_methods(
     The model ends up patched. Returns the combined patch, and notes.
     """
     if names == ["auto"]:
-        return _fit_best(model, layers, job, config)
+        best, notes = _fit_best(model, layers, job, config)
+        return _apply_after(model, start, best), notes
     if set(names) & set(SCALE_METHODS):  # it sharpens the global layers instead of swan
         config = replace(config, swan=replace(config.swan, sharpen=False))
     combined = start
     for name in names:
         part = METHODS[name](model, job, config)
-        if combined is None:
-            part.apply(model)
-        else:  # it was fitted on a model whose weights are no longer those of the base
-            replace(part, model=fingerprint(model)).apply(model)
-        combined = part if combined is None else combined.then(part)
+        combined = _apply_after(model, combined, part)
         if part.layout is not None or part.rope:  # layers that lost their rotation get scales too
             probed = probe(model)
             scaled = part.layout.global_layers if part.layout else default_scaled_layers(probed)
             job = replace(job, layers=scaled, has_nope=has_nope(probed))
     assert combined is not None
     return combined, ()
+
+
+def _apply_after(model: PreTrainedModel, earlier: Patch | None, part: Patch) -> Patch:
+    """Apply a patch to the model that an earlier one patched; returns both as one."""
+    if earlier is None:
+        part.apply(model)
+        return part
+    # It was fitted on a model whose weights are no longer those of the base.
+    replace(part, model=fingerprint(model)).apply(model)
+    return earlier.then(part)
 
 
 def has_nope(layers: Sequence[Layer]) -> bool:
@@ -443,7 +454,7 @@ def has_nope(layers: Sequence[Layer]) -> bool:
 def _fit_best(
     model: PreTrainedModel, layers: Sequence[Layer], job: FitJob, config: ExtendConfig
 ) -> tuple[Patch, tuple[str, ...]]:
-    """Of the candidates, the method with the lowest loss on the choose split."""
+    """Of the candidates, the method with the lowest loss on the choose split, not yet applied."""
     patches: dict[str, Patch] = {}
     details: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
@@ -477,10 +488,10 @@ def _fit_best(
     best = lowest_loss(losses)
     others = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != best)
     job.details.update(details[best])
-    patches[best].apply(model)
-    notes.append(
-        f"auto chose {best}: loss {losses[best]:.4f} on the choose split, against {others}"
+    compared = (
+        f", against {others}" if others else ", the only method that starts from growing scales"
     )
+    notes.append(f"auto chose {best}: loss {losses[best]:.4f} on the choose split{compared}")
     return patches[best], tuple(notes)
 
 
