@@ -308,6 +308,7 @@ def test_verdict_on_a_noisy_high_loss_is_inconclusive(bundled):
         "above its trend at 1,024 tokens, but one window is too noisy to locate the knee"
         in diagnosis.verdict
     )
+    assert diagnosis.verdict.endswith("; use more windows, or longer ones."), "in Python, too"
     assert "follow" not in diagnosis.verdict
     assert "too noisy" not in diagnosed(None, without_positions=True).verdict
 
@@ -728,7 +729,10 @@ def test_compares_models_patches_and_scales(model_folder, tmp_path, monkeypatch)
         (["--lengths", "0"], "is not a length"),
         (["--train-length", "50000000"], "no document has 100000000 tokens"),
         (["--lengths", "64:1000000"], "no document has 1000000 tokens"),
-        (["--lengths", "16,64"], "was trained on 64 tokens and the largest length is 64"),
+        (
+            ["--lengths", "16,64"],
+            "length is 64; add one that is at least a quarter longer, as in the lengths 64:128",
+        ),
         (["--lengths", "1,128"], "leaves nothing to predict"),
         (["--lengths", "9" * 5000], "is not a length"),
         (["--lengths", "512:"], "'' in '512:' is not a length"),

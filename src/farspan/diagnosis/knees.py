@@ -82,7 +82,7 @@ def _fit_smoothed(
         raise FarspanError(
             f"only {inside.sum()} finite points of the curve lie inside the train length of "
             f"{train_length} tokens, too few for a trend; choose shorter lengths, or check "
-            "--train-length"
+            "the train length"
         )
     x, y = np.log(positions[inside]), smoothed[inside]
     b, a = np.polyfit(x, y, 1)

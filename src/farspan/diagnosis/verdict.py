@@ -95,7 +95,7 @@ def _inconclusive(diagnosis: Diagnosis, rule: KneeRule) -> str:
     windows = "one window is" if curves.windows == 1 else f"{curves.windows} windows are"
     return (
         f"Loss ends {above:.2f} nats above its trend at {curves.length:,} tokens, but {windows} "
-        "too noisy to locate the knee; use more windows with --windows, or longer ones."
+        "too noisy to locate the knee; use more windows, or longer ones."
     )
 
 

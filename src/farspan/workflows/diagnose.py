@@ -149,7 +149,7 @@ def default_lengths(
         if None in train_lengths:
             raise FarspanError(
                 f"{sources[train_lengths.index(None)]} does not state its train length; "
-                "set --lengths"
+                "set the train length, or the lengths"
             )
         train_length = max(length for length in train_lengths if length is not None)
     return [max(2, train_length // 2), train_length, 2 * train_length]
@@ -272,14 +272,14 @@ def _checked_length(subject: _Subject, cut: Windows, train_length: int | None) -
     length = train_length or (patch.train_length if patch else config_train_length(model.config))
     if length is None:
         raise FarspanError(
-            f"the config of {source} does not state its train length; set --train-length"
+            f"the config of {source} does not state its train length; set the train length"
         )
     longest = cut.ids.shape[1]
     if longest < 1.25 * length:
         raise FarspanError(
             f"{source} was trained on {length} tokens and the largest length is {longest}; "
-            "add one that is at least a quarter longer, for example "
-            f"--lengths {length}:{2 * length}"
+            "add one that is at least a quarter longer, as in the "
+            f"lengths {length}:{2 * length}"
         )
     if int(cut.ids.max()) >= model.get_input_embeddings().num_embeddings:
         raise FarspanError(
