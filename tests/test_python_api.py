@@ -274,6 +274,17 @@ def test_an_evaluation_lists_its_scores_without_the_details():
     assert compared["model"] == "tiny, baseline base, suite passkey, in out"
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.4, ", baseline 0.4, ratio 1.250"), (0.0, ", baseline 0")]
+)
+def test_an_evaluation_shows_its_baseline(value, shown):
+    tags = {"task": "passkey"}
+    score = Score("passkey", "passkey", 64, 0.5, 0.4, 0.6, 20, tags)
+    others = tuple(replace(score, value=value, length=length) for length in (64, 128))
+    result = EvalResult("tiny", "passkey", (score,), Path("out"), "base", others)
+    assert repr(result).endswith(f"passkey passkey @64: 0.5 (0.4–0.6){shown}")
+
+
 def test_a_suite_without_a_figure_has_a_table_only():
     result = EvalResult("tiny", "ruler", (), Path("out"))
     with pytest.raises(FarspanError, match="suite ruler has no figure"):

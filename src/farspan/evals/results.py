@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from farspan.evals.gates import GateResult
-from farspan.evals.scores import Score
+from farspan.evals.scores import Score, matching_score
 from farspan.summaries import Plotted
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ class EvalResult(Plotted):
         values = {
             f"{score.metric} {score.tags.get('task', '')} @{score.length}".replace("  ", " "): (
                 f"{score.value:.4g} ({score.low:.4g}–{score.high:.4g})"
+                + self._against_baseline(score)
             )
             for score in shown
         }
@@ -45,6 +46,13 @@ class EvalResult(Plotted):
             **values,
             "notes": "; ".join(self.notes),
         }
+
+    def _against_baseline(self, score: Score) -> str:
+        baseline = matching_score(score, self.baseline_scores)
+        if baseline is None:
+            return ""
+        ratio = f", ratio {score.value / baseline.value:.3f}" if baseline.value else ""
+        return f", baseline {baseline.value:.4g}{ratio}"
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; `vs` is the baseline."""
