@@ -32,8 +32,8 @@ from farspan.report import style
 from farspan.workflows import eval_estimate, extend_estimate
 from farspan.workflows.eval_estimate import EvalClock, pace_and_overhead
 from farspan.workflows.evaluate import evaluate
-from farspan.workflows.extend import extend
-from farspan.workflows.extend_estimate import Speed, extension_stages
+from farspan.workflows.extend import estimate_extension, extend
+from farspan.workflows.extend_estimate import Speed, extension_stages, training_changes
 from farspan.workflows.timing import ForwardSpeed, measured_length
 from fit_jobs import QUICK, job_for
 from test_extend import FEW, _no_figures, tiny  # noqa: F401
@@ -54,6 +54,29 @@ def test_a_cpu_takes_the_quick_preset_and_a_recipe_takes_none():
     quick = preset_config("quick")
     assert quick.search.max_steps < ExtendConfig().search.max_steps
     assert quick.choose_windows < ExtendConfig().choose_windows
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "changes"),
+    [
+        ("swan", ["swan.window=8", "swan.measured_rows=1"], "fewer swan.tokens or a GPU"),
+        ("drope", [], "fewer tuning.steps or a GPU"),
+        ("continue", [], "fewer tuning.steps or a GPU"),
+        ("yarn", ["tune=fair"], "fewer tuning.steps or a GPU"),
+        ("yarn", [], ""),
+    ],
+)
+def test_the_expected_time_says_what_shortens_training(tiny, method, overrides, changes):  # noqa: F811
+    options = dict(data=tiny / "text.txt", overrides=overrides, device="cpu")
+    advice = f"; a preset does not shorten the training of weights, {changes} does)"
+    quick = estimate_extension(tiny / "rope", 128, method, preset="quick", **options).sentence
+    assert quick.endswith(advice) if changes else "training" not in quick
+    full = estimate_extension(tiny / "rope", 128, method, preset="full", **options).sentence
+    assert "training" not in full, "only quick promises a shorter time"
+
+
+def test_on_a_gpu_no_gpu_is_advised():
+    assert training_changes(["yarn", "swan"], ExtendConfig(), on_gpu=True) == ["fewer swan.tokens"]
 
 
 def test_the_preset_is_announced_recorded_and_overruled(tiny, tmp_path, monkeypatch):  # noqa: F811

@@ -49,6 +49,7 @@ from farspan.workflows.extend_estimate import (
     Speed,
     distillation_cost,
     extension_stages,
+    training_changes,
 )
 from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, Say, make_run, prepare
 from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
@@ -236,6 +237,7 @@ def _estimate(prepared: Prepared) -> tuple[ExtendEstimate, list[Stage]]:
         sum(stage.seconds for stage in stages_of_full),
         **distilled,
         is_auto=is_auto,
+        shortened_by=tuple(training_changes(candidates, run.config, model.device.type == "cuda")),
     )
     return estimate, stages
 

@@ -151,6 +151,15 @@ def method_stages(
         yield Stage(name, steps * batch * 3 * search_window, steps)
 
 
+def training_changes(candidates: Sequence[str], config: ExtendConfig, on_gpu: bool) -> list[str]:
+    """What shortens the training of weights of these methods; empty if they train none."""
+    names = {name for candidate in candidates for name in candidate.split("+")}
+    changes = ["fewer swan.tokens"] if "swan" in names else []
+    if {"drope", "continue"} & names or (config.tune and ROPE_SCALINGS.keys() & names):
+        changes.append("fewer tuning.steps")
+    return [*changes, "a GPU"] if changes and not on_gpu else changes
+
+
 @dataclass(frozen=True, repr=False)
 class ExtendEstimate(Summarized):
     """The cost of an extension; keys of --json. Without distillation, tokens is 0."""
@@ -165,6 +174,7 @@ class ExtendEstimate(Summarized):
     steps: int = 0
     flops: float = 0.0
     is_auto: bool = False
+    shortened_by: tuple[str, ...] = ()  # what shortens a training of weights, as no preset does
 
     @property
     def seconds(self) -> float:
@@ -173,9 +183,12 @@ class ExtendEstimate(Summarized):
     @property
     def sentence(self) -> str:
         """`at most about 2.5 minutes (preset quick; full: about 14 minutes)`."""
-        parts = [f"preset {self.preset}" if self.preset else "", ""]
+        parts = [f"preset {self.preset}" if self.preset else ""]
         if self.preset == "quick" and self.full_seconds > 1.2 * self.seconds:
-            parts[1] = f"full: at most about {format_duration(self.full_seconds)}"
+            parts.append(f"full: at most about {format_duration(self.full_seconds)}")
+        if self.preset == "quick" and self.shortened_by:
+            changes = " or ".join(self.shortened_by)
+            parts.append(f"a preset does not shorten the training of weights, {changes} does")
         shown = "; ".join(filter(None, parts))
         seconds = f"at most about {format_duration(self.seconds)}"
         return f"{seconds} ({shown})" if shown else seconds
