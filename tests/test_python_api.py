@@ -272,6 +272,8 @@ def test_an_evaluation_lists_its_scores_without_the_details():
     assert facts["model"] == "tiny, suite passkey, in out"
     compared = EvalResult("tiny", "passkey", (mean,), Path("out"), baseline="base").facts()
     assert compared["model"] == "tiny, baseline base, suite passkey, in out"
+    one_window = Score("perplexity", "ppl", 64, 18.3, 18.3, 18.3, 1, {})
+    assert "18.3" in EvalResult("tiny", "perplexity", (one_window,), Path("out")).facts().values()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ from farspan.summaries import Plotted
 T = TypeVar("T")
 
 
+def _interval(score: Score) -> str:
+    """None where a single window has none."""
+    return f" ({score.low:.4g}–{score.high:.4g})" if score.low < score.high else ""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class EvalResult(Plotted):
     """The scores of a model, of its baseline, and the gates."""
@@ -33,8 +38,7 @@ class EvalResult(Plotted):
         shown = [score for score in self.scores if not score.tags.get("detail")]
         values = {
             f"{score.metric} {score.tags.get('task', '')} @{score.length}".replace("  ", " "): (
-                f"{score.value:.4g} ({score.low:.4g}–{score.high:.4g})"
-                + self._against_baseline(score)
+                f"{score.value:.4g}{_interval(score)}" + self._against_baseline(score)
             )
             for score in shown
         }
