@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,8 +44,10 @@ from farspan.report.lab_figures import accuracy_by_length, attention_distance, a
 from farspan.report.study_tables import study_report
 from farspan.report.style import COLORS, INK, STYLE, line_styles
 from farspan.workflows.lab import accuracy_panels, read_study
+from farspan.workflows.report import report
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS, RECORDS = ROOT / "docs", ROOT / "docs" / "records"
 CONVERTED = "swan:swan.facts=0.25,swan.rotation=none,swan.global_share=0.125"
 
 
@@ -225,10 +229,29 @@ FIGURES = {
     "bundled-heads.png": heads_bundled,
     "lab-grid.png": lab_grid,
 }
-# What draws the other ones.
-WITHOUT_RECORDS = {
-    "report.png": "python tests/browser.py report.html FOLDER",  # a screenshot
-}
+# Pictures of pages, drawn where there is a browser: the top of each, of this size.
+SCREENSHOTS = {"report.png": (RECORDS / "report", (1000, 1010))}
+
+
+def screenshot(runs: Path, size: tuple[int, int]) -> bytes | None:
+    """The report of the runs in a folder, in light colors; None without a browser."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from browser import Browser, chromium
+
+    if (program := chromium()) is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder, Browser(program) as browser:
+        page = report(sorted(runs.iterdir()), Path(folder) / "report.html")
+        browser.open(page, size[0])
+        browser.screenshot(Path(folder) / "page.png")
+        with Image.open(Path(folder) / "page.png") as whole:
+            return png_file(whole.crop((0, 0, *size)))
+
+
+def png_file(image: Image.Image) -> bytes:
+    file = io.BytesIO()  # with few colors it has a third of the size
+    image.convert("RGB").quantize(256).save(file, "png", optimize=True)
+    return file.getvalue()
 
 
 def file_of(figure: Figure, extension: str) -> bytes:
@@ -239,9 +262,7 @@ def file_of(figure: Figure, extension: str) -> bytes:
             figure.savefig(file, format="svg", metadata={"Date": None})
         return file.getvalue()
     figure.savefig(file, format="png", dpi=150)
-    few_colors = io.BytesIO()  # a third of the size
-    Image.open(file).convert("RGB").quantize(256).save(few_colors, "png", optimize=True)
-    return few_colors.getvalue()
+    return png_file(Image.open(file))
 
 
 def write_run(results: Path, pages: Path) -> Path:
@@ -262,6 +283,12 @@ def main() -> None:
     for name, make in FIGURES.items():
         write_bytes(DOCS / "figures" / name, file_of(make(), Path(name).suffix[1:]))
         print(DOCS / "figures" / name)
+    for name, page in SCREENSHOTS.items():
+        if (picture := screenshot(*page)) is None:
+            print(f"{name} stays as it is: there is no chromium")
+        else:
+            write_bytes(DOCS / "figures" / name, picture)
+            print(DOCS / "figures" / name)
     pages = DOCS / "results" / "runs"
     for results in sorted((DOCS / "records").glob("*/results.json")):
         pages.mkdir(exist_ok=True)
