@@ -185,6 +185,10 @@ def pretrain(
 ) -> PretrainResult:
     """Train a recipe, or resume its run, and write the finished model to OUT/model.
 
+    recipe: twin-nope, twin-rope, small-POSITION (nope, rope, swan, …), paper-nope, paper-rope, or a
+        .toml file; overrides: its settings, as "key=value".
+    out: default: runs/RECIPE.
+
     >>> text = ["data.folder=texts", 'data.sources={own={files="*.txt", weight=1.0}}']
     >>> size = ["model.layers=2", "train.batch=2", "train.steps=2"]
     >>> farspan.pretrain("twin-nope", [*text, *size], "runs/own").steps

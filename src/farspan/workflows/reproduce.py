@@ -126,8 +126,9 @@ def reproduce(
 ) -> StudyResults:
     """Run the missing cells of a study and return the results of all its cells.
 
-    The folder `out` (default: runs/STUDY) receives results.json, tables.md and figures. Several
-    processes can run the same study in the same folder: each takes cells that nobody has claimed.
+    study: extend-small, best-scales, extend-hybrids, swan, or a .toml file; overrides: its settings.
+    out: receives results.json, tables.md and figures; default: runs/STUDY. Several processes can
+        run the same study in the same folder: each takes cells that nobody has claimed.
 
     >>> texts = ["folder=texts", "search=a.txt", "choose=b.txt", 'report=["c.txt"]']
     >>> models = ['methods={nope-twin=["none"]}', "grids=[]", "factors=[2]", "beyond={}"]
