@@ -26,6 +26,7 @@ from farspan import progress as progress_module
 from farspan.attention.layout import Layout
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
+from farspan.bundled import resolve_bundled
 from farspan.data.documents import read_documents
 from farspan.diagnosis.curves import Curves
 from farspan.diagnosis.result import Diagnoses, Diagnosis
@@ -451,7 +452,7 @@ def test_a_copy_keeps_layout_weights_and_rotation():
     loaded = farspan.load("swan-twin").model
     assert torch.equal(logits_of(farspan.load(loaded).model), logits_of(loaded))
     name = ModelObject.wrap(loaded)
-    original = Patch.load(Path(name))
+    original = Patch.load(Path(resolve_bundled(name)))
     assert name.patch.describe() == {**original.describe(), "model": name.patch.describe()["model"]}
     rounded = {key: weight.bfloat16() for key, weight in original.weights.items()}
     assert all(

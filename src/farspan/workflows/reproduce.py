@@ -126,7 +126,8 @@ def reproduce(
 ) -> StudyResults:
     """Run the missing cells of a study and return the results of all its cells.
 
-    study: extend-small, best-scales, extend-hybrids, swan, or a .toml file; overrides: its settings.
+    study: extend-small, best-scales, extend-hybrids, swan, or a .toml file.
+    overrides: its settings, as "key=value".
     out: receives results.json, tables.md and figures; default: runs/STUDY. Several processes can
         run the same study in the same folder: each takes cells that nobody has claimed.
 
