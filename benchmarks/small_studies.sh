@@ -7,6 +7,7 @@
 # cells are lines for docs/records. JOBS processes share the cells of a step. Rerun to resume:
 # finished models and cells are not repeated.
 #
+# PEERS are the rows of the step peers, as PEERS='"none", "yarn"'; the default is all below.
 # STEPS chooses steps: train-nope train-rope extend-nope extend-rope extend variants kept swan long
 # sharpened peers train-again extend-again small-swan. extend-nope and extend-rope are the two halves
 # of extend, which writes the results of both. Calls with other steps and the same OUT can share a
@@ -53,10 +54,10 @@ train() { # NAME SEED RUNS
     say "$1, seed $2, is trained"
 }
 
-swan_peers='"none", "swan", "swan:swan.long=0.25", "swan:swan.tokens=7536640",
+swan_peers=${PEERS:-'"none", "swan", "swan:swan.long=0.25", "swan:swan.tokens=7536640",
     "yarn:tune=fair,tuning.steps=115,tuning.batch=8,tuning.micro_batch=2",
     "drope:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.lr=0.001",
-    "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512", "yarn"'
+    "continue:tuning.steps=460,tuning.batch=128,tuning.micro_batch=64,tuning.length=512", "yarn"'}
 nope='"none", "uniform", "headscale", "headlog", "piecewise", "logn",
     "headscale:search.constraint=false", "headscale:search.init=1"'
 rope='"none", "uniform", "ntk", "dynamic-ntk", "yarn", "pi:tune=fair", "yarn:tune=fair"'
