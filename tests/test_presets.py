@@ -27,13 +27,19 @@ from farspan.methods.registry import (
     check_compatible,
     recommended_method,
 )
+from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import COARSE, STEP
 from farspan.report import style
 from farspan.workflows import eval_estimate, extend_estimate
 from farspan.workflows.eval_estimate import EvalClock, pace_and_overhead
 from farspan.workflows.evaluate import evaluate
 from farspan.workflows.extend import estimate_extension, extend
-from farspan.workflows.extend_estimate import Speed, extension_stages, training_changes
+from farspan.workflows.extend_estimate import (
+    Speed,
+    extension_stages,
+    method_stages,
+    training_changes,
+)
 from farspan.workflows.timing import ForwardSpeed, measured_length
 from fit_jobs import QUICK, job_for
 from test_extend import FEW, _no_figures, tiny  # noqa: F401
@@ -116,6 +122,21 @@ def test_stages_count_the_work_of_every_method(monkeypatch):
     ]
     for name in METHODS:
         assert extension_stages(speed, job, FEW, [name], False)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "seconds"),
+    [("drope", 0, 8), ("continue", 0, 64), ("continue", 16, 16), ("yarn", 0, 64)],
+)
+def test_training_of_weights_is_estimated_by_its_own_windows(monkeypatch, name, length, seconds):
+    """With a second a token: `drope` trains at the train length, 8, others at the target, 64."""
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: length)
+    model = BY_NAME["farspan-rope"].build()
+    job = replace(job_for(model), train_length=8, target=64, search=torch.zeros(2, 64).long())
+    config = replace(FEW, tune="fair", tuning=TuningConfig(steps=5, batch=3, length=length))
+    speed = Speed(ForwardSpeed(model, probe(model), 1.0, 8), 3.0)
+    (stage,) = method_stages(name, speed, job, config, choose=0)
+    assert stage.seconds == 5 * 3 * 3 * seconds
 
 
 def test_the_size_of_a_grid_bounds_the_losses_of_a_search():

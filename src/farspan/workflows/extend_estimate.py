@@ -148,7 +148,9 @@ def method_stages(
     else:  # all weights are trained
         steps = config.tuning.steps or TUNING_STEPS[config.tune] or FAIR_STEPS
         batch = config.tuning.batch or BATCH
-        yield Stage(name, steps * batch * 3 * search_window, steps)
+        windows = {"drope": job.train_length, "continue": config.tuning.length or job.target}
+        window = speed.forward.of(windows.get(name, job.search.shape[1]))
+        yield Stage(name, steps * batch * 3 * window, steps)
 
 
 def training_changes(candidates: Sequence[str], config: ExtendConfig, on_gpu: bool) -> list[str]:
