@@ -112,6 +112,7 @@ def train_weights(
             training.batches,
             tokens=training.tokens,
             flops=training.flops,
+            can_recompute=True,
         )
         plan = TrainPlan(
             training.steps,

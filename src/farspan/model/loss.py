@@ -21,6 +21,7 @@ from transformers import Cache, PreTrainedModel
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
 from farspan.model.compile import raise_recompile_limit
+from farspan.model.recompute import recomputed_layers
 from farspan.model.transformer import FarspanModel
 
 BUDGET, GPU_BUDGET = 1 << 24, 1 << 28  # logits held at once
@@ -212,7 +213,8 @@ def _next_tokens(ids: Tensor, answers: Tensor, weight: float) -> tuple[Tensor, T
 
 def decoder_output(model: PreTrainedModel, ids: Tensor) -> Any:
     """The hidden states of all positions, in the form that the model's decoder returns."""
-    return _decoder(model)(input_ids=ids, use_cache=False)
+    with recomputed_layers(model):
+        return _decoder(model)(input_ids=ids, use_cache=False)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ CUDA graphs, with the loss read in between, a step is two launches.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farspan.train.sharding import full_tensor, sync_gradients
+from farspan.batching import out_of_memory
+from farspan.model.recompute import recomputed_activations
+from farspan.train.sharding import full_tensor, processes, sync_gradients
+
+log = logging.getLogger(__name__)
 
 WARMUP_STEPS = 3  # eager steps before the capture: they compile kernels and allocate buffers
 
@@ -36,13 +41,21 @@ class TrainingTask:
     # The loss that a plateau rule judges by; the same value in every process.
     validate: Callable[[], float] = lambda: math.nan
     write_extras: Callable[[Path], None] = lambda folder: None  # adds files to a checkpoint
+    # Whether a step that runs out of memory is taken again with recomputed activations: the loss is
+    # one of farspan.model.loss.
+    can_recompute: bool = False
 
 
 class EagerSteps:
-    """Steps of a task; Python launches every kernel."""
+    """Steps of a task; Python launches every kernel.
+
+    Where the task allows it, a step that runs out of memory is taken again, and all later ones,
+    with activations that are computed again in the backward pass.
+    """
 
     def __init__(self, task: TrainingTask, clip: float):
         self.task, self.clip = task, clip
+        self.recomputes = False
 
     def gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Compute the clipped gradients of the mean loss over the micro batches of all processes.
@@ -50,6 +63,27 @@ class EagerSteps:
         Returns the mean loss of this process and the gradient norm before clipping, both still on
         the device.
         """
+        try:
+            with recomputed_activations(self.recomputes):
+                return self._gradients(batches)
+        except RuntimeError as error:
+            single = processes().num_processes == 1  # others would wait for its gradients
+            retries = self.task.can_recompute and single and not self.recomputes
+            if not retries or not out_of_memory(error):
+                raise
+        # Here the error is gone, and with it what its frames kept in memory.
+        log.warning(
+            "out of memory; activations are computed again in the backward pass from now on, "
+            "which takes about a third more time"
+        )
+        self.recomputes = True
+        for parameter in self.task.parameters.values():
+            parameter.grad = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self.gradients(batches)
+
+    def _gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         losses = []
         for number, batch in enumerate(batches, 1):
             sync_gradients(self.task.module, number == len(batches))
@@ -83,11 +117,11 @@ class GraphedSteps(EagerSteps):
     def gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         if self.steps_done < WARMUP_STEPS:
             with on_stream(self.capture_stream):
-                return super().gradients(batches)
+                return self._gradients(batches)
         if self.steps_done == WARMUP_STEPS:
             self.inputs = [batch.clone() for batch in batches]
             with torch.cuda.graph(self.gradient_graph, stream=self.capture_stream):
-                self.outputs = super().gradients(self.inputs)
+                self.outputs = self._gradients(self.inputs)
             self.grads = {name: parameter.grad for name, parameter in self.task.parameters.items()}
         torch._foreach_copy_(self.inputs, list(batches))
         self.gradient_graph.replay()

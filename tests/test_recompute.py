@@ -1,0 +1,159 @@
+"""Gradients with activations that are computed again in the backward pass."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from families import FAMILIES
+from farspan.attention import seam
+from farspan.attention.probe import probe
+from farspan.attention.scales import Scales
+from farspan.errors import FarspanError
+from farspan.methods import headscale as headscale_module
+from farspan.model.compile import decoder_layers
+from farspan.model.loss import mean_kl, mean_loss, training_loss
+from farspan.model.recompute import recomputed_activations
+from farspan.train.steps import EagerSteps, TrainingTask
+from farspan.workflows.extend import extend
+from test_extend import SEARCHED, _no_figures, tiny  # noqa: F401
+
+BY_NAME = {family.name: family for family in FAMILIES}
+CHECKED = ["farspan-rope", "farspan-t5", "farspan-swan", "llama", "gemma3", "gpt-oss"]
+IDS = torch.arange(48).remainder(23)[None]
+
+
+def gradients(model, loss_of, recompute):
+    """The loss, all gradients, and the activations that autograd keeps for them, in numbers."""
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+        return tensor
+
+    model.zero_grad(set_to_none=True)
+    with recomputed_activations(recompute):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model, IDS)
+        loss.backward()
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    return loss.detach(), grads, sum(kept.values())
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_gradients_are_the_same_and_less_is_kept(name):
+    model = BY_NAME[name].build()
+    loss, grads, kept = gradients(model, training_loss, False)
+    again, grads_again, kept_again = gradients(model, training_loss, True)
+    assert torch.equal(loss, again)
+    assert len(grads) == len(grads_again) > 0
+    assert all(map(torch.equal, grads, grads_again))
+    assert kept_again < kept / 2
+
+
+@pytest.mark.parametrize("name", ["farspan-none", "llama"])
+def test_scales_get_the_same_gradient(name):
+    """Only scales on the seam learn, so that no input of a layer has a gradient at first."""
+    model = BY_NAME[name].build()
+    layers = [layer.index for layer in probe(model)]
+    results = []
+    for recompute in (False, True):
+        base = torch.full((len(layers), model.config.num_attention_heads), 1.2, requires_grad=True)
+        seam.install(model, Scales(layers, base))
+        try:
+            with seam.frozen(model), recomputed_activations(recompute):
+                (gradient,) = torch.autograd.grad(mean_loss(model, IDS), base)
+        finally:
+            seam.remove_scales(model)
+        results.append(gradient)
+    assert results[0].abs().max() > 0
+    assert torch.equal(*results)
+
+
+def test_a_copy_runs_its_own_layers():
+    """A teacher is a copy of its student, made before or after a loss with recomputed layers."""
+    student = BY_NAME["llama"].build()
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    with recomputed_activations():
+        mean_kl(student, teacher, IDS).backward()
+        late = copy.deepcopy(student)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.zero_()
+        assert torch.equal(late(IDS).logits, teacher(IDS).logits)
+    assert all("forward" not in vars(layer) for layer in decoder_layers(student))
+
+
+class Loss(torch.nn.Module):
+    """The loss of a model, after a number of errors."""
+
+    def __init__(self, model, errors):
+        super().__init__()
+        self.model, self.errors, self.calls = model, errors, []
+
+    def forward(self, ids):
+        self.calls.append(len(self.calls))
+        if len(self.calls) <= self.errors:
+            training_loss(self.model, ids).backward()  # as if the memory ended after it
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return training_loss(self.model, ids)
+
+
+def step(errors, can_recompute=True):
+    model = BY_NAME["llama"].build()
+    module, parameters = Loss(model, errors), dict(model.named_parameters())
+    task = TrainingTask(module, parameters, [], lambda _: [IDS], can_recompute=can_recompute)
+    steps = EagerSteps(task, clip=0.0)
+    loss, norm = steps.gradients([IDS])
+    return steps, loss, norm
+
+
+def test_a_step_without_memory_is_taken_again(caplog):
+    _, loss, norm = step(errors=0)
+    with caplog.at_level(logging.WARNING):
+        steps, loss_again, norm_again = step(errors=1)
+    assert (loss, norm) == (loss_again, norm_again)  # nothing of the first try is left
+    assert "out of memory; activations are computed again" in caplog.text
+    assert steps.recomputes
+    steps.gradients([IDS])
+    assert len(steps.task.module.calls) == 3  # a later step needs one pass
+
+
+@pytest.mark.parametrize(("errors", "can_recompute"), [(2, True), (1, False)])
+def test_a_step_that_cannot_be_saved_raises(errors, can_recompute):
+    with pytest.raises(torch.OutOfMemoryError):
+        step(errors, can_recompute)
+
+
+def test_a_search_that_runs_out_of_memory_goes_on(tiny, tmp_path, monkeypatch, caplog):  # noqa: F811
+    options = dict(data=tiny / "text.txt", recipe=SEARCHED)
+    expected = extend(tiny / "none", 128, tmp_path / "enough", "headscale", **options)
+    original, train, errors = headscale_module.mean_loss, headscale_module.train, []
+
+    def start(*args):
+        errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+        return train(*args)
+
+    def first_fails(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(headscale_module, "train", start)
+    monkeypatch.setattr(headscale_module, "mean_loss", first_fails)
+    again = extend(tiny / "none", 128, tmp_path / "little", "headscale", **options)
+    assert torch.equal(again.patch.scales.base, expected.patch.scales.base)
+    assert "activations are computed again" in caplog.text
+
+    def always_fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(headscale_module, "mean_loss", always_fails)
+    with pytest.raises(FarspanError, match="out of memory on windows of 144 tokens"):
+        extend(tiny / "none", 128, tmp_path / "none", "headscale", **options)
