@@ -192,21 +192,26 @@ def with_heads() -> dict[str, Diagnosis]:
     return {record["label"]: diagnosis_of(record) for record in kept}
 
 
-def lab_entries() -> list[LabEntry]:
-    """The models of lab-grid; of their losses, the last one is kept."""
+def lab_entries(*sources: str) -> list[LabEntry]:
+    """The models of some studies, as one; of their losses, the last one is kept."""
+    lines = [each for source in sources for each in records(source)]
     return group_entries(
         {
-            LabCell(each["task"], each["encoding"], "small", "none", each["lr"], each["seed"]): {
-                **each,
-                "loss": [each["loss"]],
-            }
-            for each in records("lab-grid")
+            LabCell(
+                each["task"],
+                each["encoding"],
+                "small",
+                each.get("scratchpad", "none"),
+                each["lr"],
+                each["seed"],
+            ): {**each, "loss": [each["loss"]]}
+            for each in lines
         }
     )
 
 
 def lab_grid() -> Figure:
-    return accuracy_by_length(accuracy_panels(read_study("lab-grid", []), lab_entries()))
+    return accuracy_by_length(accuracy_panels(read_study("lab-grid", []), lab_entries("lab-grid")))
 
 
 FIGURES = {

@@ -422,13 +422,14 @@ def diagnosed(*sources: str) -> Table:
     return [*header, f"entropy at {length:,}", f"entropy at {longest:,}"], rows
 
 
-def lab_accuracy() -> Table:
-    header, rows = accuracy_table(lab_entries())
+def lab_accuracy(*sources: str) -> Table:
+    """Exact match beyond the train lengths, tasks by encodings."""
+    header, rows = accuracy_table(lab_entries(*sources))
     return header, [bold_best(row) for row in rows]
 
 
-def lab_ranks() -> Table:
-    header, rows = rank_table(lab_entries())
+def lab_ranks(*sources: str) -> Table:
+    header, rows = rank_table(lab_entries(*sources))
     return header[2:], [bold_best(row[2:]) for row in rows]  # one size, no scratchpads
 
 

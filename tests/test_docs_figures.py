@@ -236,6 +236,27 @@ def test_lines_without_label_or_base_are_errors(tables, monkeypatch):
         tables.losses("runs")
 
 
+def lab_line(task, encoding, right):
+    counts = {"in_range": {"2": [10, 10]}, "beyond": {"4": [right, 10]}}
+    line = {"task": task, "encoding": encoding, "lr": 1e-3, "seed": 0, "loss": 0.1, "chosen_by": 1}
+    return {**line, **counts}
+
+
+def test_a_table_of_the_lab_joins_studies(tables, monkeypatch):
+    """Encodings of a second study are more columns."""
+    files = {
+        "grid": [lab_line("copy", "none", 9), lab_line("copy", "rotary", 1)],
+        "later": [lab_line("copy", "fire", 5)],
+    }
+    monkeypatch.setitem(tables.lab_entries.__globals__, "records", files.__getitem__)
+    header, rows = tables.lab_accuracy("grid", "later")
+    assert header == ["task", "none", "rotary", "fire"]
+    assert rows == [["copy", "**0.900**", "0.100", "0.500"]]
+    header, (*_, all_models) = tables.lab_ranks("grid", "later")
+    assert header == ["tasks", "models", "none", "rotary", "fire"]
+    assert all_models == ["primitive", "all", "**1.000** (1)", "0.333 (1)", "0.500 (1)"]
+
+
 def test_tables_by_hand_are_listed(tables):
     """Pages of results that have a table outside of the marks."""
     pages = {
