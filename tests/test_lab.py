@@ -519,6 +519,19 @@ def test_theorems_writes_proofs_and_readings(tmp_path):
     assert (tmp_path / "positions" / "theorems.png").exists()
 
 
+def test_theorems_as_json_have_errors_and_readings(monkeypatch, capsys):
+    """Without a model, the theorems alone: positions and distances to rounding."""
+    monkeypatch.setattr(sys, "argv", ["farspan", "lab", "theorems", "--length", "16", "--json"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["readings"] == {}
+    assert len(printed["proofs"]) > 1
+    for proof in printed["proofs"]:
+        assert proof.keys() == {"rule", "position_error", "score_error"}
+        assert max(proof["position_error"], proof["score_error"]) < 1e-6
+
+
 # Ranks.
 
 

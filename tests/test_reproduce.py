@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import multiprocessing
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from farspan import cli
 from farspan.attention.patch import reset_dynamic_rope, set_rope
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cells import Cells
@@ -301,6 +304,45 @@ def test_a_study_says_its_time_before_anything_is_measured(tiny, finished, monke
     assert slow != fast
     _delete_uniform_cell(finished.out)
     assert announced(finished.out, 10.0).startswith("1 of 5 cells to measure: at most about ")
+
+
+def test_a_dry_run_lists_what_is_missing_and_writes_nothing(tiny, finished, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce_workflow, "model_stages", model_stages)
+    monkeypatch.setattr(reproduce_workflow, "_trained_model", lambda *args: tiny / "model")
+    monkeypatch.setattr(timing, "fastest_run", lambda device, work: 10.0)
+    monkeypatch.setattr(extend_estimate, "fastest_run", lambda device, work: 30.0)
+
+    def dry_run(out: Path, *options: str) -> str:
+        arguments = ["reproduce", str(tiny / "study.toml"), "-o", str(out), "--dry-run", *options]
+        monkeypatch.setattr(sys, "argv", ["farspan", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert not stopped.value.code
+        return capsys.readouterr().out
+
+    (new,) = json.loads(dry_run(tiny / "new", "--json"))
+    assert not (tiny / "new").exists()
+    assert (new["model"], new["trained"]) == ("nope-twin", True)
+    assert (new["cells"], new["missing"]) == (5, 5)
+    _delete_uniform_cell(finished.out)
+    before = sorted(finished.out.rglob("*"))
+    (rest,) = json.loads(dry_run(finished.out, "--json"))
+    assert (rest["cells"], rest["missing"]) == (5, 1)
+    assert 0 < rest["seconds"] < new["seconds"]
+    assert sorted(finished.out.rglob("*")) == before
+    table = dry_run(finished.out)
+    assert re.search(r"nope-twin\W+yes\W+5\W+1\W", table)
+    assert "in total" in table
+
+
+def test_results_as_json_are_those_of_python(tiny, finished, monkeypatch, capsys):
+    study = str(tiny / "study.toml")
+    arguments = ["reproduce", study, "-o", str(finished.out), "--report-only", "--json"]
+    monkeypatch.setattr(sys, "argv", ["farspan", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"results": json.loads(json.dumps(list(summarize(study, [], finished.out))))}
 
 
 class StopStudyError(Exception):

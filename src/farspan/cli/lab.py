@@ -305,6 +305,7 @@ def theorems_command(
     device: Device = None,
     trust_remote_code: TrustLabCode = False,
     bos: Bos = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Check how a model without position encoding can know positions (theorems of Kazemnejad 2023).
 
@@ -323,8 +324,8 @@ def theorems_command(
         trust_remote_code=trust_remote_code,
         say=note,
     )
-    show_theorems(analysis, length)
-    if out is not None:
+    show_theorems(analysis, length, as_json)
+    if out is not None and not as_json:
         print_saved("record and figure", out)
 
 
@@ -467,7 +468,21 @@ def _print_distances(comparison: AttentionComparison) -> None:
     console.print(table)
 
 
-def show_theorems(analysis: PositionAnalysis, length: int) -> None:
+def show_theorems(analysis: PositionAnalysis, length: int, as_json: bool) -> None:
+    if as_json:
+        errors = ("rule", "position_error", "score_error")
+        print_json(
+            {
+                "proofs": [
+                    {name: getattr(proof, name) for name in errors} for proof in analysis.proofs
+                ],
+                "readings": {
+                    name: [{"r2": each.r2, "error": each.error} for each in readouts]
+                    for name, readouts in analysis.readings.items()
+                },
+            }
+        )
+        return
     for proof in analysis.proofs:
         print_line(
             f"{proof.rule:>10}: up to {length:,} tokens, the first layer computes positions within "

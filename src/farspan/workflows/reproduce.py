@@ -64,7 +64,6 @@ from farspan.model.loss import losses_by_context
 from farspan.progress import (
     SAID_FROM,
     Progress,
-    Stage,
     automatic,
     format_duration,
     shows_progress,
@@ -80,7 +79,7 @@ from farspan.train.search_text import is_mixture, search_text, text_files
 from farspan.workflows.eval_models import passkeys_in_training, searched_on_passkeys
 from farspan.workflows.pretrain import pretrain, read_recipe
 from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
-from farspan.workflows.reproduce_estimate import model_stages
+from farspan.workflows.reproduce_estimate import ModelEstimate, model_stages
 from farspan.workflows.reproduce_study import (
     GridCell,
     ReproduceStudy,
@@ -138,13 +137,9 @@ def reproduce(
     'none'
     """
     recipe, out = read_study(study, overrides), study_folder(study, out)
-    cells: list[AnyCell] = [*list_cells(recipe), *list_grids(recipe)]
     device = resolve_device(device)
     check_results_folder(out, "reproduce")
-    texts = StudyTexts(recipe)
-    texts.check()
-    for model in recipe.methods:
-        _check_model(texts, model)
+    texts, cells = _checked(recipe)
     progress = _announce(texts, cells, out, device, progress, say)
     for model in recipe.methods:
         _check_texts(texts, model)
@@ -190,25 +185,61 @@ def _announce(
     say: Say,
 ) -> Progress:
     """Say what the missing cells and models take; the progress then shows the time left of all."""
-    study, stages, untrained = texts.study, list[Stage](), 0
+    models = _estimate_models(texts, cells, out, device, progress)
+    if (seconds := sum(model.seconds for model in models)) >= SAID_FROM:
+        missing, untrained = sum(model.missing for model in models), len(models)
+        untrained -= sum(model.trained for model in models)
+        training = f", {untrained} model{'s' * (untrained > 1)} to train" if untrained else ""
+        benchmarks = (
+            "" if texts.study.benchmarks == StudyBenchmarks() else " without the benchmarks"
+        )
+        say(
+            f"{missing} of {len(cells)} cells to measure{training}: at most about "
+            f"{format_duration(seconds)}{benchmarks}"
+        )
+    return with_total(progress, [stage for model in models for stage in model.stages])
+
+
+def _estimate_models(
+    texts: StudyTexts, cells: Sequence[AnyCell], out: Path, device: str, progress: Progress
+) -> list[ModelEstimate]:
+    study = texts.study
     store = Cells(out) if (out / "cells").is_dir() else None  # it would make the folder
-    advance = progress("estimate the time", len(study.methods))
+    advance, models = progress("estimate the time", len(study.methods)), []
     for name in study.methods:
         trained, missing = _trained_model(study, name), [c for c in cells if c.model == name]
+        count = len(missing)
         if trained is not None and store is not None:
             keys = {c: cell_key(_describe(texts, c, c.folder(trained))) for c in missing}
             missing = [cell for cell, key in keys.items() if store.get(key) is None]
-        stages += model_stages(study, name, trained, missing, device)
-        untrained += trained is None
+        stages = tuple(model_stages(study, name, trained, missing, device))
+        models.append(ModelEstimate(name, trained is not None, count, stages))
         advance()
-    if (seconds := sum(stage.seconds for stage in stages)) >= SAID_FROM:
-        models = f", {untrained} model{'s' * (untrained > 1)} to train" if untrained else ""
-        benchmarks = "" if study.benchmarks == StudyBenchmarks() else " without the benchmarks"
-        say(
-            f"{len(stages) - untrained} of {len(cells)} cells to measure{models}: at most about "
-            f"{format_duration(seconds)}{benchmarks}"
-        )
-    return with_total(progress, stages)
+    return models
+
+
+@shows_progress
+def estimate_study(
+    study: str,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    *,
+    device: str | None = None,
+    progress: Progress = automatic,
+) -> list[ModelEstimate]:
+    """Check a study as `reproduce` does, and say what is missing of it. Writes nothing."""
+    recipe, out = read_study(study, overrides), study_folder(study, out)
+    texts, cells = _checked(recipe)
+    return _estimate_models(texts, cells, out, resolve_device(device), progress)
+
+
+def _checked(recipe: ReproduceStudy) -> tuple[StudyTexts, list[AnyCell]]:
+    """The texts and the cells of a study whose models and files are there."""
+    texts = StudyTexts(recipe)
+    texts.check()
+    for model in recipe.methods:
+        _check_model(texts, model)
+    return texts, [*list_cells(recipe), *list_grids(recipe)]
 
 
 @renamed_arguments(source="study", changes="overrides")

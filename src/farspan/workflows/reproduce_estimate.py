@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,29 @@ from farspan.progress import Stage
 from farspan.workflows.extend_estimate import PASSKEY_DEPTHS, Speed, method_stages
 from farspan.workflows.pretrain import read_recipe
 from farspan.workflows.reproduce_study import GridCell, ReproduceStudy, StudyCell, method_config
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """What is missing of a model in a study, and what it takes at most, without benchmarks."""
+
+    model: str
+    trained: bool
+    cells: int  # with those that are measured already
+    stages: tuple[Stage, ...]  # the training, and each missing cell
+
+    @property
+    def missing(self) -> int:
+        return len(self.stages) - (not self.trained)
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--dry-run --json` prints."""
+        names = ("model", "trained", "cells", "missing", "seconds")
+        return {name: getattr(self, name) for name in names}
 
 
 def model_stages(
