@@ -41,7 +41,7 @@ from farspan.report.study_tables import (
 )
 from farspan.report.style import save
 from farspan.train.metadata import write_training_metadata
-from farspan.workflows import extend_estimate, reproduce_benchmarks, timing
+from farspan.workflows import extend_estimate, reproduce_benchmarks, reproduce_cells, timing
 from farspan.workflows import reproduce as reproduce_workflow
 from farspan.workflows.reproduce import (
     _describe,
@@ -242,7 +242,7 @@ def _use_tiny_model(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(reproduce_workflow, "find_or_train_model", lambda *args: folder / "model")
     patch.setattr(reproduce_workflow, "model_stages", lambda *args: iter(()))
     patch.setattr(
-        reproduce_workflow, "passkey_accuracy", lambda model, tokenizer, length, **options: 0.5
+        reproduce_cells, "passkey_accuracy", lambda model, tokenizer, length, **options: 0.5
     )
 
 
@@ -409,7 +409,7 @@ def test_entropy_of_heads_is_that_of_the_last_quarter_before_the_target(factor, 
     positions = np.arange(2.5, 256, 4)
     heads = {3: np.stack((positions, 2 * positions)), 5: np.stack((3 * positions, 4 * positions))}
     curves = Curves(positions, np.ones(64), heads, windows=1, length=256, every=1)
-    result = reproduce_workflow._entropy_and_knees(curves, 64, factor)
+    result = reproduce_cells._entropy_and_knees(curves, 64, factor)
     assert result["entropy_of_heads"] == {
         "3": [middle, 2 * middle],
         "5": [3 * middle, 4 * middle],
@@ -425,9 +425,9 @@ def test_positions_of_length_dependent_rotation_are_measured_in_texts_that_long(
     for parameter in model.parameters():
         parameter.data.mul_(4)  # attention that depends on angles
     ids = torch.randint(64, (2, 128))
-    static = reproduce_workflow._curves(model, ids, 32, entropy=True)
+    static = reproduce_cells._curves(model, ids, 32, entropy=True)
     set_rope(model, {"rope_type": "dynamic", "factor": 2.0})
-    dynamic = reproduce_workflow._curves(model, ids, 32, entropy=True)
+    dynamic = reproduce_cells._curves(model, ids, 32, entropy=True)
     assert np.array_equal(dynamic.positions, static.positions)
     assert np.allclose(dynamic.loss[:15], static.loss[:15]), "as trained"
     for measured, (start, stop) in {64: (16, 32), 128: (32, 64)}.items():
@@ -438,7 +438,7 @@ def test_positions_of_length_dependent_rotation_are_measured_in_texts_that_long(
         assert not np.allclose(curves.loss[start:stop], static.loss[start:stop])
         assert not np.allclose(curves.loss[:16], static.loss[:16]), "what one pass would give"
     reset_dynamic_rope(model)
-    losses = reproduce_workflow._curves(model, ids, 32, entropy=False)
+    losses = reproduce_cells._curves(model, ids, 32, entropy=False)
     assert np.allclose(losses.loss, dynamic.loss, atol=1e-5)
     assert losses.heads == {}
 
@@ -451,7 +451,7 @@ def test_entropy_is_measured_on_the_first_text_only(tiny, tmp_path, monkeypatch)
         asked.append(options["entropy"])
         return measure_curves(model, ids, **options)
 
-    monkeypatch.setattr(reproduce_workflow, "measure_curves", record)
+    monkeypatch.setattr(reproduce_cells, "measure_curves", record)
     (cell,) = reproduce(str(tiny / "study.toml"), [*NONE_ONLY, "grids=[]"], tmp_path / "out")
     assert asked == [True, False]
     assert list(cell["loss"]) == ["books_val", "pg19_test_a"]
@@ -507,13 +507,13 @@ def test_search_windows_reach_beyond_the_target_by_factor(tiny, monkeypatch):
     study = read_study("extend-small")
     assert [study.extension_for(factor).search.beyond for factor in (2, 4, 8)] == [1, 1, 1.125]
     lengths: dict[int, int] = {}
-    fit = reproduce_workflow.fit_methods
+    fit = reproduce_cells.fit_methods
 
     def watched(model, layers, job, *arguments):
         lengths[job.target] = job.search.shape[1]
         return fit(model, layers, job, *arguments)
 
-    monkeypatch.setattr(reproduce_workflow, "fit_methods", watched)
+    monkeypatch.setattr(reproduce_cells, "fit_methods", watched)
     overrides = ['methods.nope-twin=["headscale:search.init=1.2"]', "grids=[]", "seeds=[0]"]
     overrides += ["factors=[2, 4]", "report_factor=4", "extension.search.beyond=1.0"]
     overrides += ['beyond={"4"=1.25}']

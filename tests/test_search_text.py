@@ -34,8 +34,8 @@ from farspan.train.search_text import (
 )
 from farspan.workflows.extend import extend
 from farspan.workflows.pretrain import read_recipe
-from farspan.workflows.reproduce import StudyTexts
 from farspan.workflows.reproduce_study import ReproduceStudy, read_study
+from farspan.workflows.reproduce_texts import StudyTexts
 
 LENGTH, TRAIN_LENGTH = 256, 160
 MIX = """

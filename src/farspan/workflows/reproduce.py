@@ -11,21 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from farspan.attention.building import small_model
-from farspan.attention.layout import length_dependent_rotation
 from farspan.attention.model_facts import config_train_length
-from farspan.attention.patch import Patch, reset_dynamic_rope
 from farspan.attention.probe import probe
-from farspan.begin_of_text import load_with_begin_of_text
-from farspan.bundled import is_bundled, resolve_bundled
+from farspan.bundled import is_bundled
 from farspan.cells import (
     Cells,
     cell_key,
@@ -33,34 +25,20 @@ from farspan.cells import (
     compute_unclaimed,
     repeat_until_done,
 )
-from farspan.data.documents import read_documents
-from farspan.data.windows import Windows, cut_windows
 from farspan.deprecation import renamed_arguments
-from farspan.diagnosis.curves import Curves, join_curves, measure_curves
-from farspan.diagnosis.knees import KneeRule, find_knee
 from farspan.errors import FarspanError
-from farspan.evals.passkey import passkey_accuracy
-from farspan.files import read_json, sha256_of, weight_files, write_json, write_text
-from farspan.lengths import doublings
+from farspan.files import read_json, write_json, write_text
 from farspan.loading import (
     check_source,
     load_config,
     load_tokenizer,
     resolve_device,
-    upcast_small_model,
 )
-from farspan.methods.headscale import SearchConfig, best_uniform
+from farspan.methods.headscale import SearchConfig
 from farspan.methods.registry import (
     check_compatible,
-    fit_methods,
-    make_fit_job,
-    search_windows,
 )
 from farspan.methods.swan import SwanConfig
-from farspan.methods.uniform import full_grid
-from farspan.model import FarspanConfig
-from farspan.model.compile import prefer_cudnn
-from farspan.model.loss import losses_by_context
 from farspan.progress import (
     SAID_FROM,
     Progress,
@@ -74,11 +52,9 @@ from farspan.report.figures import Figure, best_scales, method_losses, passkey_h
 from farspan.report.study_tables import passkey_scores, study_report, summary_line
 from farspan.report.style import save
 from farspan.summaries import ResultList, draw
-from farspan.train.metadata import begin_of_text, stated_begin_of_text
-from farspan.train.search_text import is_mixture, search_text, text_files
-from farspan.workflows.eval_models import passkeys_in_training, searched_on_passkeys
 from farspan.workflows.pretrain import pretrain, read_recipe
-from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
+from farspan.workflows.reproduce_benchmarks import StudyBenchmarks
+from farspan.workflows.reproduce_cells import Result, measure_cell, measure_grid
 from farspan.workflows.reproduce_estimate import ModelEstimate, model_stages
 from farspan.workflows.reproduce_study import (
     GridCell,
@@ -88,15 +64,12 @@ from farspan.workflows.reproduce_study import (
     list_grids,
     method_config,
     read_study,
-    text_name,
 )
+from farspan.workflows.reproduce_texts import StudyTexts
 
 FORMAT = 4  # of a cell's result; raise it with every change to what a cell computes or measures
-PROMPT_BATCH = 16
-BINS_PER_TRAIN_LENGTH = 16  # of positions, in the curves that a cell stores
 
 AnyCell = StudyCell | GridCell
-Result = dict[str, Any]
 Say = Callable[[str], None]
 
 
@@ -151,9 +124,9 @@ def reproduce(
         cell, folder = item
         advance = progress(cell.label, 1)
         if isinstance(cell, GridCell):
-            result = _measure_grid(texts, cell, folder, device, progress)
+            result = measure_grid(texts, cell, folder, device, progress)
         else:
-            result = _measure_cell(texts, cell, folder, device, progress)
+            result = measure_cell(texts, cell, folder, device, progress)
         advance()
         say(_result_line(result))
         return result
@@ -432,288 +405,3 @@ def find_or_train_model(
 def _train(study: ReproduceStudy, name: str, folder: Path, progress: Progress) -> None:
     overrides = [f"data.folder={study.folder}"] if study.folder else []
     pretrain(name, overrides, folder, progress=progress)
-
-
-class StudyTexts:
-    """The texts of a study, and intermediate results that consecutive cells share.
-
-    Each text is cut into windows of tokens once per model.
-    """
-
-    def __init__(self, study: ReproduceStudy):
-        self.study = study
-        # (model, target, constraint, windows) -> best λ̂
-        self.uniform_scales: dict[tuple[str, int, bool, int], float] = {}
-        self._windows: dict[tuple[str | int, ...], Windows] = {}
-        self._weight_hashes: dict[Path, list[str]] = {}
-        self._begins: dict[Path, tuple[int, ...]] = {}
-
-    def windows(self, file: str, model: str, tokenizer: Any, length: int, limit: int) -> Windows:
-        key = (file, model, length, limit)
-        if key not in self._windows:
-            # Drop the windows of the previous model: its cells are done.
-            self._windows = {old: kept for old, kept in self._windows.items() if old[1] == model}
-            documents = read_documents(self.study.path(file))
-            begin = begin_of_text(tokenizer)
-            self._windows[key] = cut_windows(documents, tokenizer, length, limit, begin=begin)
-        return self._windows[key]
-
-    def search_windows(
-        self, model: str, tokenizer: Any, length: int, limit: int, train_length: int, seed: int
-    ) -> torch.Tensor:
-        """Windows of the search text; of a mixture, every seed draws others."""
-        study, key = self.study, (self.study.search, model, length, limit, seed)
-        if key not in self._windows:
-            self._windows[key] = search_text(
-                study.path(study.search),
-                tokenizer,
-                length,
-                limit,
-                train_length,
-                seed=seed,
-                packed=study.extension.packed,
-                folder=study.folder,
-                begin=begin_of_text(tokenizer),
-            )
-        return self._windows[key].ids
-
-    def begin_of_text(self, folder: Path) -> tuple[int, ...]:
-        """The token that the texts of a model begin with, if any."""
-        if folder not in self._begins:
-            tokenizer = load_tokenizer(folder)
-            silent = stated_begin_of_text(tokenizer)[0] is None
-            if silent and not isinstance(load_config(folder), FarspanConfig):
-                self._begins[folder] = load_with_begin_of_text(folder).begin.ids
-            else:
-                self._begins[folder] = tuple(begin_of_text(tokenizer))
-        return self._begins[folder]
-
-    def weight_hashes(self, folder: Path) -> list[str]:
-        """The SHA-256 of a model's weight files, which do not change while a study runs."""
-        if folder not in self._weight_hashes:
-            self._weight_hashes[folder] = [
-                sha256_of(file) for file in weight_files(Path(resolve_bundled(folder)))
-            ]
-        return self._weight_hashes[folder]
-
-    def check(self) -> None:
-        """Refuse a study with a missing text, before anything is trained."""
-        for file in self.study.files:
-            if not (path := self.study.path(file)).exists():
-                raise FarspanError(
-                    f"{path}, a text of the study, was not found; set its folder with folder=PATH"
-                )
-            try:
-                text_files(path, self.study.folder)
-            except FarspanError as error:
-                raise type(error)(f"{file} cannot be read: {error}") from None
-        _ = self.benchmark_sources
-
-    def check_long_enough(self, model: str, tokenizer: Any, length: int) -> None:
-        """Refuse a text that has no document as long as the longest window to cut from it."""
-        study, target = self.study, length * max(self.study.factors)
-        needed = [("report", file, length * study.report_factor) for file in study.report]
-        for method in filter("none".__ne__, study.methods[model]):
-            names = method.partition(":")[0].split("+")
-            configs = {
-                factor: method_config(study.extension_for(factor), method)
-                for factor in study.factors
-            }
-            window = max(
-                search_windows(names, config, length * factor, length)[0]
-                for factor, config in configs.items()
-            )
-            needed += [("search", study.search, window), ("choose", study.choose, target)]
-        if model in study.grids:
-            needed.append(("choose", study.choose, 8 * length))
-        for key, file, window in dict.fromkeys(needed):
-            try:
-                if key == "search":
-                    self.search_windows(model, tokenizer, window, 1, length, 0)
-                else:
-                    cut_windows(read_documents(study.path(file)), tokenizer, window, 1)
-            except FarspanError as error:
-                raise type(error)(
-                    f"{key} names {file}, which cannot be used for {model}: {error}"
-                ) from None
-
-    @cached_property
-    def benchmark_sources(self) -> list[Any]:
-        return self.study.benchmarks.sources(self.study.path)
-
-    @cached_property
-    def hashes(self) -> dict[str, list[str]]:
-        """The SHA-256 of the files of every text, since a file name does not fix its content."""
-        hashes = {}
-        for name in self.study.files:
-            path = self.study.path(name)
-            files = [path] if path.is_file() else sorted(path.rglob("*"))
-            if is_mixture(path):
-                files += text_files(path, self.study.folder)
-            hashes[name] = [sha256_of(file) for file in files if file.is_file()]
-        return hashes
-
-
-def _measure_cell(
-    texts: StudyTexts, cell: StudyCell, folder: Path, device: str, progress: Progress
-) -> Result:
-    model, tokenizer, _ = load_with_begin_of_text(folder, device=device)
-    model = upcast_small_model(model)
-    length = config_train_length(model.config) or 0
-    result: Result = {**asdict(cell), "train_length": length, "target": length * cell.factor}
-    if cell.method != "none":
-        patch, details = _fit(texts, cell, model, tokenizer, length, progress)
-        result["patch"] = patch.describe()
-        if "searches" in details:  # their steps, and why they ended
-            result["searches"] = details["searches"]
-        if patch.scales is not None:
-            target = torch.tensor([float(patch.target)])
-            scales = patch.scales.at(target)[..., 0]  # [layers, heads] at the target
-            result["scales"] = scales.round(decimals=4).tolist()
-    # Long windows take minutes in float32 on a GPU, and bf16 products are what users run there.
-    with (
-        prefer_cudnn(),
-        torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"),
-    ):
-        result |= _measure(texts, cell, model, tokenizer, length)
-        if texts.study.benchmarks != StudyBenchmarks():
-            result["scores"] = benchmark_scores(
-                texts.study.benchmarks,
-                texts.study.path,
-                model,
-                tokenizer,
-                result["target"],
-                keys=texts.study.passkeys,
-                trained="yes" if searched_on_passkeys(result) else passkeys_in_training(folder),
-            )
-        return result
-
-
-def _fit(
-    texts: StudyTexts,
-    cell: StudyCell,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    progress: Progress,
-) -> tuple[Patch, dict[str, Any]]:
-    """Fit the method of a cell, and leave its patch applied to the model.
-
-    Returns the patch and the details of the fit.
-    """
-    method, study = cell.method.partition(":")[0], texts.study
-    extension = replace(study.extension_for(cell.factor), seed=cell.seed)
-    config = method_config(extension, cell.method)
-    target = length * cell.factor
-    windows = search_windows(method.split("+"), config, target, length)
-    search = texts.search_windows(cell.model, tokenizer, *windows, length, cell.seed)
-    choose = texts.windows(study.choose, cell.model, tokenizer, target, config.choose_windows).ids
-    layers = probe(model)
-    settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}
-    settings |= {"tokenizer": tokenizer, "begin": tuple(begin_of_text(tokenizer))}
-    job = make_fit_job(model, layers, target, length, search, choose, **settings)
-    starts_from_uniform = config.search.steps and not config.search.init
-    if method in ("headscale", "headlog") and starts_from_uniform:
-        key = (cell.model, target, config.search.constraint, config.choose_windows)
-        if key not in texts.uniform_scales:
-            texts.uniform_scales[key] = best_uniform(model, job, config.search)
-        config = replace(config, search=replace(config.search, init=texts.uniform_scales[key]))
-    patch, _ = fit_methods(model, layers, job, config, method.split("+"))
-    return patch, job.details
-
-
-def _measure(
-    texts: StudyTexts,
-    cell: StudyCell,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-) -> Result:
-    """Measure losses, entropies, knees and passkey retrieval.
-
-    Loss is measured by position on every text, entropy by position on the first one. Passkeys are
-    retrieved at every doubling of the train length.
-    """
-    study = texts.study
-    longest = length * study.report_factor
-    result: Result = {"loss": {}, "passkey": {}}
-    for file in study.report:
-        windows = texts.windows(file, cell.model, tokenizer, longest, study.report_windows)
-        ids = windows.ids
-        curves = _curves(model, ids, length, entropy=file == study.report[0])
-        result["loss"][text_name(file)] = curves.loss.round(4).tolist()
-        if study.same_tokens:
-            reset_dynamic_rope(model)
-            contexts, begin = doublings(length, longest), len(begin_of_text(tokenizer))
-            losses = losses_by_context(model, ids, contexts, study.same_tokens, begin)
-            result.setdefault("same_tokens", {})[text_name(file)] = {
-                str(context): np.round(values, 5).tolist() for context, values in losses.items()
-            }
-            result.setdefault("documents", {})[text_name(file)] = windows.documents
-        if file == study.report[0]:
-            result |= _entropy_and_knees(curves, length, min(cell.factor, study.report_factor))
-    prompt_length = length
-    while prompt_length <= longest:
-        result["passkey"][str(prompt_length)] = passkey_accuracy(
-            model, tokenizer, prompt_length, keys=study.passkeys, batch=PROMPT_BATCH
-        )
-        prompt_length *= 2
-    return result
-
-
-def _curves(model: PreTrainedModel, ids: torch.Tensor, length: int, entropy: bool) -> Curves:
-    """Loss and, if asked for, entropy by position, in bins of a sixteenth of the train length.
-
-    Where rotation depends on the length of the text, a position is measured in the shortest text
-    of L, 2L, 4L, … tokens that has it, as users run it. Otherwise one pass over the windows gives
-    the same.
-    """
-    longest = ids.shape[1]
-    marks = doublings(length, longest) if length_dependent_rotation(model) else [longest]
-    pieces, measured = [], 0
-    for mark in marks:
-        reset_dynamic_rope(model)
-        bins = BINS_PER_TRAIN_LENGTH * mark // length
-        curves = measure_curves(model, ids[:, :mark], bins=bins, entropy=entropy)
-        pieces.append(curves.since(measured))
-        measured = mark
-    return join_curves(pieces)
-
-
-def _entropy_and_knees(curves: Curves, length: int, factor: int) -> Result:
-    """Entropy by position, each head's entropy before the target, and the knees of both curves."""
-    target = BINS_PER_TRAIN_LENGTH * factor
-    before_target = slice(target - BINS_PER_TRAIN_LENGTH // 4, target)
-    return {
-        "positions": curves.positions.round(1).tolist(),
-        "entropy": curves.entropy.round(4).tolist(),
-        "entropy_of_heads": {
-            str(layer): table[:, before_target].mean(1).round(4).tolist()
-            for layer, table in curves.heads.items()
-        },
-        "loss_knee": find_knee(curves.positions, curves.loss, length, KneeRule(), rising=False),
-        "entropy_knee": find_knee(
-            curves.positions, curves.entropy, length, KneeRule(), rising=True
-        ),
-    }
-
-
-def _measure_grid(
-    texts: StudyTexts, cell: GridCell, folder: Path, device: str, progress: Progress
-) -> Result:
-    model, tokenizer, begin = load_with_begin_of_text(folder, device=device)
-    model = upcast_small_model(model)
-    study, length = texts.study, config_train_length(model.config) or 0
-    windows = texts.windows(
-        study.choose, cell.model, tokenizer, 8 * length, study.extension.choose_windows
-    ).ids
-    settings: dict[str, Any] = {"name": cell.model, "begin": begin.ids, "progress": progress}
-    job = make_fit_job(model, probe(model), 8 * length, length, windows, windows, **settings)
-    grid = full_grid(model, job, windows, study.grid_low, study.grid_high, bins=64)
-    tables = {
-        key: np.asarray(getattr(grid, key)).round(4).tolist()
-        for key in ("values", "loss", "positions", "best")
-    }
-    interval = None if grid.interval is None else list(grid.interval)
-    trend = {"slope": grid.slope, "interval": interval, "r2": grid.r2}
-    return {**asdict(cell), **trend, **tables}
