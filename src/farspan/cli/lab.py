@@ -468,7 +468,7 @@ def _print_distances(comparison: AttentionComparison) -> None:
     console.print(table)
 
 
-def show_theorems(analysis: PositionAnalysis, length: int, as_json: bool) -> None:
+def show_theorems(analysis: PositionAnalysis, length: int, as_json: bool = False) -> None:
     if as_json:
         errors = ("rule", "position_error", "score_error")
         print_json(
