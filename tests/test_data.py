@@ -165,6 +165,7 @@ def test_tokenizer_training_needs_text_and_a_vocabulary_for_all_bytes():
     with pytest.raises(FarspanError, match="256"):
         train_tokenizer(["a"], 256)
     assert len(train_tokenizer(["a"], 257)) == 257
+    assert list(tokens._nonempty(["", "a", "", "b"])) == ["a", "b"]
 
 
 # Shards
@@ -435,14 +436,16 @@ def test_refuses_shards_of_another_tokenizer_and_slow_tokenizers(tokenizer, pack
         pack([], type("Slow", (), {"eos_token_id": 0})(), packed.folder)
 
 
-def test_vocabulary_above_65536_is_packed_as_uint32(tokenizer, documents, packed, tmp_path):
+@pytest.mark.parametrize(("last", "dtype"), [(65535, "uint16"), (65536, "uint32")])
+def test_tokens_above_65535_are_packed_as_uint32(
+    last, dtype, tokenizer, documents, packed, tmp_path
+):
     wide = pickle.loads(pickle.dumps(tokenizer))
-    wide.add_tokens([f"<{number}>" for number in range(1 << 16)])
-    repacked = pack([*documents, Document("wide", "<65535>")], wide, tmp_path / "wide")
-    assert repacked.manifest.dtype == "uint32"
+    wide.add_tokens([f"<{number}>" for number in range(VOCABULARY, last + 1)])
+    repacked = pack([*documents, Document("wide", f"<{last}>")], wide, tmp_path / "wide")
+    assert (repacked.manifest.vocabulary, repacked.manifest.dtype) == (last + 1, dtype)
     assert (repacked.read(0, packed.tokens) == packed.read(0, packed.tokens)).all()
-    assert repacked.read(packed.tokens, 2).tolist() == [VOCABULARY + 65535, packed.eos]
-    assert packed.manifest.dtype == "uint16"
+    assert repacked.read(packed.tokens, 2).tolist() == [last, packed.eos]
 
 
 class FaultyDisk:

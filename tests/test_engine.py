@@ -26,6 +26,7 @@ from farspan.evals import engine_http
 from farspan.evals.engine import (
     Engine,
     EngineOptions,
+    Generated,
     _only_model,
     prompt_losses,
     without_frame,
@@ -410,9 +411,10 @@ def test_a_reply_with_too_few_losses_is_refused():
         prompt_losses("echo", {"logprobs": {"token_logprobs": [None, -1.0]}}, [4, 5, 6])
 
 
-def test_a_template_that_does_not_decode_is_refused():
+@pytest.mark.parametrize("text", ["something else", "<user>cut", "What?<end>", "<usr>What?<end>"])
+def test_a_template_that_does_not_decode_is_refused(text):
     with pytest.raises(FarspanError, match="does not decode its own chat template"):
-        without_frame("something else", ("<user>", "<end>"))
+        without_frame(text, ("<user>", "<end>"))
 
 
 def check_within_interval(served, here, prompts: int) -> None:
@@ -560,6 +562,57 @@ def test_losses_belong_to_the_tokens_of_the_row_where_a_server_adds_one(begins, 
 def test_answers_depend_on_the_kind_of_prompts(takes_tokens, prompts, twin):
     engine = Engine(CLIENT, twin[1], MODEL, "completions", takes_tokens, False)
     assert engine.identity["prompts"] == prompts
+
+
+@pytest.mark.parametrize("form", ["prompt_logprobs", "echo", None])
+def test_the_form_of_losses_is_the_one_that_a_server_answers_in(form, twin):
+    """It is asked for each form with the same few tokens; other fields of a request are ignored."""
+
+    def post(path, body):
+        count = len(body["prompt"])
+        logprobs = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
+        return {
+            "choices": [
+                {
+                    "text": "",
+                    **({"prompt_logprobs": logprobs} if form == "prompt_logprobs" else {}),
+                    "logprobs": {"token_logprobs": [None] + [-1.0] * count}
+                    if form == "echo" and body.get("echo")
+                    else None,
+                }
+            ]
+        }
+
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    assert Engine(client, twin[1], MODEL, "completions", True, False).loss_form == form
+
+
+def test_a_list_of_models_is_asked_for_once(monkeypatch):
+    """It serves an advice only, so a server that does not list them is not waited for."""
+    asked: list[str] = []
+
+    async def fail(self, method, url, **_):
+        asked.append(url)
+        return httpx2.Response(503, text="loading")
+
+    monkeypatch.setattr(httpx2.AsyncClient, "request", fail)
+    assert CLIENT.models() == []
+    assert asked == ["http://localhost:1/v1/models"]
+
+
+def test_a_chat_model_answers_a_passkey_in_32_tokens(twin):
+    rooms: list[int] = []
+
+    def generate(prompts, room):
+        rooms.append(room)
+        return [Generated("It is not known.", 1) for _ in prompts]
+
+    evaluation = Passkey((256,), keys=2)
+    engine = SimpleNamespace(api="chat", generate=generate)
+    keys, rows, sizes = evaluation.documents(evaluation.cells()[0], twin[1])
+    samples = evaluation._ask(evaluation.cells()[0], engine, keys, rows, sizes)
+    assert rooms == [32]
+    assert not any(sample["hit"] for sample in samples)
 
 
 def test_a_chat_has_no_losses_and_is_not_asked_for_them(twin):

@@ -195,6 +195,12 @@ def test_an_update_is_that_of_torch():
     assert error[3:].max() < 2e-3, "torch's Muon rounds its directions to bf16"
 
 
+def test_directions_are_made_with_the_settings_of_torch():
+    settings = torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
+    for name, value in fleet_training.NEWTON_SCHULZ.items():
+        assert value == settings[name], name
+
+
 class FakeGraph:
     """Stands in for a CUDA graph: it counts its replays."""
 

@@ -22,6 +22,7 @@ from farspan.lab.finetune import (
     FinetuneConfig,
     draw_batch,
     encode_texts,
+    finetune_model,
     make_text_data,
     match_answers,
 )
@@ -117,8 +118,10 @@ def test_exact_match_equals_greedy_decoding():
             assert (match_answers(model, Rows(wrong, start, stop)) == expected).all()
 
 
-def test_exact_match_computes_no_more_logits_at_once_than_allowed(monkeypatch):
-    monkeypatch.setattr(lab_finetuning, "MAX_LOGITS", 2 * 5 * 7 + 1)  # two rows
+@pytest.mark.parametrize(("logits", "expected"), [(2 * 5 * 7 + 1, [2, 2, 1]), (1, [1] * 5)])
+def test_exact_match_computes_no_more_logits_at_once_than_allowed(logits, expected, monkeypatch):
+    """Of at least one row."""
+    monkeypatch.setattr(lab_finetuning, "MAX_LOGITS", logits)
     sizes: list[int] = []
 
     class Model(torch.nn.Module):
@@ -138,7 +141,20 @@ def test_exact_match_computes_no_more_logits_at_once_than_allowed(monkeypatch):
     ids[2, 1] = 2  # in a prompt
     rows = Rows(ids, torch.full((5,), 3), torch.full((5,), 5))
     assert match_answers(Model(), rows).tolist() == [True, False, True, True, True]
-    assert sizes == [2, 2, 1]
+    assert sizes == expected
+
+
+def test_a_step_counts_the_tokens_of_its_rows(tiny, tokenizer, tmp_path):
+    rows = make_text_data(CONFIG, PARITY, tokenizer).train
+    counted: list[int] = []
+    finetune_model(
+        farspan.load(tiny).model,
+        rows,
+        replace(CONFIG, steps=2),
+        tmp_path / "run",
+        lambda metrics: counted.append(metrics.tokens),
+    )
+    assert counted == [6 * rows.ids.shape[1], 2 * 6 * rows.ids.shape[1]]
 
 
 @pytest.fixture
