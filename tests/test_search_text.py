@@ -569,6 +569,12 @@ def test_joined_documents_only_add_what_long_ones_lack():
     assert len(enough.skipped) == 40
 
 
+def test_a_document_that_fills_a_window_with_its_end_is_not_joined():
+    windows = cut_windows(documents_of(8, 8, 4, 3), CharacterTokenizer(), 9, 9, join_short=True)
+    assert [entry["document"] for entry in windows.used] == ["0", "1", "2 to 3"]
+    assert windows.joined == 1
+
+
 def test_documents_that_cannot_be_split_are_joined():
     """Each is as long as a window of every split, and too short for windows of all three."""
     documents = documents_of(*[20] * 5)
