@@ -7,6 +7,7 @@ hold is refused.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -220,6 +221,19 @@ def test_model_card_and_inspect_say_where_the_growth_is(exported):
     assert "`llama_4_scaling_beta`" in (ministral3 / "README.md").read_text()
     (note,) = farspan.inspect(ministral3).warnings
     assert "1 + 0.4·ln(1 + ⌊p/16⌋)" in note
+
+
+@pytest.mark.parametrize(
+    ("config", "title"), [(hf.Llama4TextConfig, "Llama 4"), (hf.Ministral3Config, "Ministral 3")]
+)
+def test_a_card_names_the_class_and_keys_of_its_config(config, title):
+    text = growth_module.describe_growth(config())
+    assert text.startswith(f"The checkpoint is a {title}")
+    fields = config().to_dict()
+    known = {*fields, *fields["rope_parameters"]}
+    named = re.findall(r"`(\w+)`", text)
+    assert len(named) > 1
+    assert set(named) <= known
 
 
 @pytest.mark.long

@@ -498,6 +498,12 @@ def test_embeddings_are_as_large_as_the_positions_added_to_them():
         assert config.rotary_fraction == (0.25 if encoding == "rotary-quarter" else 1)
 
 
+def test_right_answers_are_counted_by_their_length():
+    correct = np.array([True, False, True, True])
+    counts = lab_study.count_by_length(correct, np.array([5, 5, 3, 5]))
+    assert counts == {"3": [1, 1], "5": [2, 3]}
+
+
 def test_two_held_out_examples_are_enough():
     """One chooses the learning rate, the other one is scored."""
     study = replace(read_study("lab-tiny"), train_examples=20, test_examples=2)
