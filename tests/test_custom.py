@@ -461,7 +461,11 @@ def test_draws_end_when_a_function_repeats_itself(tmp_path):
 
 @pytest.mark.parametrize(("size", "count"), [(0, 0), (1, 1), (200, 200), (1_100, np.inf)])
 def test_examples_are_counted_up_to_a_thousand(size, count):
+    """The draws end, soon after the last new example or where they are too many to count."""
+    calls = itertools.count()
+
     def make(length, rng):
+        assert next(calls) < 10_000
         return (str(rng.integers(size)), "1") if size else None
 
     assert custom_tasks._count_distinct("mine", make, "mine.py:make", 4) == count

@@ -81,6 +81,7 @@ def test_the_file_layout_of_the_studies_is_read(tmp_path, monkeypatch):
 def test_the_settings_of_networks_and_training_in_the_lab_are_those_of_the_code():
     """Every key of sizes.NAME and of train, with its default."""
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", (DOCS / "lab.md").read_text(), re.MULTILINE)
+    NetworkShape().check("default")
     for config in (NetworkShape(), FleetPlan(steps=4000)):
         for key, value in asdict(config).items():
             assert (key, str(value).lower()) in rows

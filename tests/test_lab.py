@@ -504,6 +504,22 @@ def test_right_answers_are_counted_by_their_length():
     assert counts == {"3": [1, 1], "5": [2, 3]}
 
 
+def test_every_other_held_out_example_chooses_the_learning_rate(monkeypatch):
+    """The others are the reported ones; examples beyond the train lengths choose nothing."""
+    inside = np.array([True, False, True, False, False, True, True, False])
+    answers = {"held out": [inside], "beyond": [np.array([True, False])]}
+    monkeypatch.setattr(lab_study, "exact_match", lambda fleet, rows: answers[rows[0]])
+    lengths = (np.arange(8) // 4, np.array([9, 9]))
+    data = lab_study.TaskData("train", "held out", "beyond", *lengths)
+    (result,) = lab_study.evaluate_fleet(None, [data], [])
+    assert result == {
+        "chosen_by": 3 / 4,
+        "in_range": {"0": [0, 2], "1": [1, 2]},
+        "beyond": {"9": [1, 2]},
+        "scaled": {},
+    }
+
+
 def test_two_held_out_examples_are_enough():
     """One chooses the learning rate, the other one is scored."""
     study = replace(read_study("lab-tiny"), train_examples=20, test_examples=2)

@@ -209,6 +209,18 @@ def test_positions_are_read_by_least_squares_on_the_first_half():
         assert readout.error == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
+def test_each_text_is_read_once():
+    model, ids = tiny("none"), torch.arange(7)[:, None].expand(7, 8)
+    read: list[int] = []
+
+    def note(module, args, options):
+        read.append(options["input_ids"][:, 0].tolist())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    read_positions(model, ids, batch=2)
+    assert read == [[0, 1], [2], [3, 4], [5, 6]]
+
+
 def test_the_middle_is_read_where_hidden_states_are_constant():
     """With one word it is 2 tokens from the positions 1 to 8 on average."""
     embeddings, *_ = read_positions(tiny("none"), torch.zeros(4, 8, dtype=torch.long))
