@@ -455,6 +455,19 @@ def test_no_token_is_read_once_there_are_enough_windows():
     assert max(map(len, read)) < len(text) / 2
 
 
+def test_a_second_window_takes_twice_the_text_of_the_first():
+    read = []
+
+    class Counting(WordTokenizer):
+        def __call__(self, texts: list[str], **options):
+            read.extend(texts)
+            return super().__call__(texts)
+
+    windows = cut_windows([Document("one", "aaaaa " * 100)], Counting(), 3, limit=2)
+    assert len(windows.ids) == len(read) == 2
+    assert len(read[0]) < len(read[1]) <= 2 * len(read[0])
+
+
 def test_windows_stay_inside_documents_and_are_listed():
     documents = [
         Document("short", "a b"),

@@ -352,6 +352,9 @@ def test_a_haystack_is_read_until_its_documents_have_enough_characters(tmp_path)
     lines = [json.dumps({"text": text}) for text in ("a" * (size - 1), "b" * 9, "c")]
     (tmp_path / "hay.jsonl").write_text("\n".join(lines))
     assert haystack_text(tmp_path / "hay.jsonl", 4) == "a" * (size - 1) + " "
+    lines = [json.dumps({"text": text}) for text in ("a" * (size - 1) + "\n", "not read")]
+    (tmp_path / "hay.jsonl").write_text("\n".join(lines))
+    assert haystack_text(tmp_path / "hay.jsonl", 4) == "a" * (size - 1)
 
 
 def test_magic_numbers_are_all_numbers_of_seven_digits():
