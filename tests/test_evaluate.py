@@ -29,7 +29,7 @@ from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
 from farspan.evals import perplexity
 from farspan.evals.commonsense import TASKS, Commonsense
-from farspan.evals.gates import METRICS, check_gate, parse_gate
+from farspan.evals.gates import METRICS, GateResult, check_gate, parse_gate
 from farspan.evals.longbench import load_tasks
 from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import Perplexity
@@ -414,6 +414,12 @@ def copying(monkeypatch):
 
 def of_metric(scores, metric: str = "longppl") -> dict[int, Score]:
     return {score.length: score for score in scores if score.metric == metric}
+
+
+def test_facts_name_the_gates_that_fail():
+    gates = (GateResult("ppl<=9", True, "ppl is 8"), GateResult("ppl<=7", False, "ppl is too high"))
+    result = EvalResult("model", "quick", (), Path("out"), gates=gates)
+    assert result.facts()["failed gates"] == "ppl is too high"
 
 
 def test_longppl_is_scored_on_the_key_tokens_of_the_baseline(tiny, tmp_path, copying):

@@ -223,6 +223,15 @@ def test_model_card_and_inspect_say_where_the_growth_is(exported):
     assert "1 + 0.4·ln(1 + ⌊p/16⌋)" in note
 
 
+def test_no_layer_of_a_llama_4_has_chunks():
+    """Engines cut the context of its rotary layers by this number; the longest has 10M tokens."""
+    model = build("smollm3")
+    layers = default_scaled_layers(probe(model))
+    config = growth_module.model_with_growth(model, growing(layers)).config
+    assert config.model_type == "llama4_text"
+    assert config.attention_chunk_size > 10_000_000
+
+
 @pytest.mark.parametrize(
     ("config", "title"), [(hf.Llama4TextConfig, "Llama 4"), (hf.Ministral3Config, "Ministral 3")]
 )

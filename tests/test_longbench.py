@@ -180,6 +180,8 @@ def test_class_match_divides_by_the_number_of_predicted_classes():
         == 1
     )
     assert metrics.class_match("City or State", "City or State", classes) == 1 / 2
+    listed = ["Food", "City", "City or State"]
+    assert metrics.class_match("Food, City or State", "City or State", listed) == 1 / 2
 
 
 def test_long_summaries_are_scored():

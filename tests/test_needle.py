@@ -357,6 +357,15 @@ def test_a_haystack_is_read_until_its_documents_have_enough_characters(tmp_path)
     assert haystack_text(tmp_path / "hay.jsonl", 4) == "a" * (size - 1)
 
 
+def test_a_haystack_needs_as_many_tokens_as_a_sample():
+    evaluation = Needle((256,), haystack="words.txt")
+    hay, ends = evaluation._hay([[1, 2], [3]], 3, 0)
+    assert sorted(hay) == [1, 2, 3]
+    assert ends[-1] == 3
+    with pytest.raises(FarspanError, match=r"words.txt has 3 tokens, but 4 are needed"):
+        evaluation._hay([[1, 2], [3]], 4, 0)
+
+
 def test_magic_numbers_are_all_numbers_of_seven_digits():
     """As in RULER: 10⁶ to 10⁷ − 1."""
     assert (NUMBERS[0], NUMBERS[-1]) == (10**6, 10**7 - 1)

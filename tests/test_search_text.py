@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import Document
-from farspan.data.windows import cut_windows, split_windows
+from farspan.data.windows import _Reading, cut_windows, split_windows
 from farspan.errors import FarspanError
 from farspan.files import sha256_of
 from farspan.methods.headscale import SearchConfig
@@ -96,6 +96,16 @@ def test_windows_know_their_documents(tokenizer):
     assert len(windows.ids) == 5
     assert [texts[number].name for number in windows.documents] == names
     assert sorted(set(windows.documents)) == [0, 1, 2]
+
+
+def test_the_beginning_of_a_text_has_its_first_tokens(tokenizer):
+    text = "Once upon a time, in 1234,  a girl said: don't go (yet)! She\nran home. " * 2
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for characters in range(len(text)):
+        start = _Reading(Document("one", text)).beginning(characters)
+        ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+        assert len(start) >= characters
+        assert ids == whole[: len(ids)]
 
 
 def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
