@@ -677,6 +677,9 @@ def test_scratchpads_are_ranked_within_each_task_and_encoding():
             ["all", "all", "all", "0.750", "0.833", "0.500"],
         ],
     )
+    one = [entry for entry in entries if entry.encoding == "t5"]
+    groups = [row[:2] for row in scratchpad_table(one)[1][::2]]
+    assert groups == [["addition", "all"], ["sorting", "all"], ["all", "all"]], "none comes twice"
 
 
 def test_table_columns_do_not_depend_on_result_order():

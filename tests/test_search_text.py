@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers import logging as hf_logging
 
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import Document
@@ -106,6 +108,23 @@ def test_the_beginning_of_a_text_has_its_first_tokens(tokenizer):
         ids = tokenizer(start, add_special_tokens=False)["input_ids"]
         assert len(start) >= characters
         assert ids == whole[: len(ids)]
+
+
+def test_texts_beyond_the_length_of_a_tokenizer_are_read_without_a_warning():
+    """They are cut into windows: transformers would say that they are too long for the model."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin", model_max_length=8)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    hf_logging.set_verbosity_warning()
+    hf_logging.add_handler(handler)
+    try:
+        cut_windows([Document("long", "word " * 50)], tokenizer, 16, 1)
+        assert not said
+        tokenizer("word " * 50)
+        assert "is longer than the specified maximum" in said[0]
+    finally:
+        hf_logging.remove_handler(handler)
 
 
 def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
