@@ -116,3 +116,13 @@ def test_half_precision_becomes_float32_only_where_the_cpu_emulates_it(monkeypat
     assert _supported_dtype(torch.float32, "cpu") is None
     assert _supported_dtype(torch.bfloat16, "cpu") == torch.float32
     assert _supported_dtype(torch.bfloat16, "cuda:0") is None
+
+
+def test_a_folder_by_the_name_of_the_bundled_text_is_that_folder(tmp_path, monkeypatch):
+    """Without one, the name means the bundled text, which is in no folder."""
+    monkeypatch.chdir(tmp_path)
+    assert not share_text("python-docs", tmp_path / "python-docs")
+    assert not share_text("python-docs", ".")
+    (tmp_path / "python-docs").mkdir()
+    assert share_text("python-docs", tmp_path / "python-docs")
+    assert share_text("python-docs", ".")
