@@ -132,6 +132,8 @@ def test_a_difference_starts_at_a_position():
     engine = [1.0] * 150 + [3.0] * 50
     assert compare_losses(engine, here, base) == Agreement("different", 152, 2.0, 0.05)
     assert compare_losses(engine, here, tolerance=2.5).verdict == "equal"
+    assert compare_losses(engine, here, tolerance=2).verdict == "equal", "up to the tolerance"
+    assert compare_losses(here, here, tolerance=0).verdict == "equal"
     rounded = [1.0] * 199 + [1.01]
     assert compare_losses(rounded, here).verdict == "equal"
     exact = compare_losses(rounded, here, tolerance=0)

@@ -364,8 +364,9 @@ def test_fleets_hold_one_network_and_rows_of_similar_length():
     )
 
 
-def test_longest_running_fleets_come_first():
-    sizes = {"small": NetworkShape(), "large": NetworkShape(width=512)}
+@pytest.mark.parametrize("large", [{"width": 512}, {"layers": 24}])
+def test_longest_running_fleets_come_first(large):
+    sizes = {"small": NetworkShape(), "large": NetworkShape(**large)}
     study = LabStudy(
         tasks=("parity", "copy", "pcfg"), steps={"parity": 25_000}, encodings=("none",), sizes=sizes
     )

@@ -626,3 +626,15 @@ def test_an_answer_of_a_server_begins_with_the_key(api, format, hits):
     rows = [tokenizer(f"The pass key is {key}")["input_ids"] for key in keys]
     samples = grid._ask(grid.cells()[0], engine, keys, rows, [2, 2])
     assert [sample["hit"] for sample in samples] == [hits, hits]
+
+
+@torch.no_grad()
+def test_the_rest_behind_any_number_of_passes_has_all_answer_tokens(monkeypatch):
+    """Of four tokens each; an answer of three tokens and the one before must stay for the last."""
+    monkeypatch.setattr(passkey, "CONTINUATION", 4)
+    model = next(family for family in FAMILIES if family.name == "llama").build().eval()
+    ids = tokens(16)
+    for length in (6, 7, 8, 11, 12):
+        whole = model(ids[:, :length]).logits[:, -4:-1].argmax(-1)
+        past = hf.DynamicCache(config=model.config)
+        assert passkey.teacher_forced_argmax(model, ids[:, :length], 3, past).equal(whole)

@@ -13,6 +13,7 @@ from farspan.cli.lab import show_theorems
 from farspan.errors import FarspanError
 from farspan.lab.theorems import (
     AttentionRule,
+    PositionAnalysis,
     _ridge,
     breakpoints,
     construct,
@@ -231,6 +232,11 @@ def test_the_middle_is_read_where_hidden_states_are_constant():
 def test_read_positions_needs_two_texts():
     with pytest.raises(FarspanError, match="needs at least two texts"):
         read_positions(tiny("none"), torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_an_analysis_is_shown_by_its_facts():
+    analysis = PositionAnalysis([prove(linear(8, 0.5))], {})
+    assert repr(analysis).startswith("PositionAnalysis\n")
 
 
 def test_theorem_figure_shows_computed_scores():
