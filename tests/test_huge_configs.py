@@ -166,6 +166,35 @@ def test_a_list_of_indices_is_no_kind_of_layer():
     assert short_config(computed).num_hidden_layers == 2, "it refuses to be set"
 
 
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        ("qwen2_moe", 4_870_000),
+        ("jamba", 10_200_000),
+        ("llava", 5_220_000),
+        ("lfm2_vl", 2_590_000),
+    ],
+)
+def test_short_configs_have_few_parameters(family: str, most: int):
+    """Of experts, states, towers and projectors too: every inspected model builds one."""
+    with torch.device("meta"):
+        model = building.new_model(short_config(hf.CONFIG_MAPPING[family]()), False)
+    assert model.num_parameters() <= most
+
+
+def test_a_config_that_has_as_many_layers_as_asked_for_is_left_alone():
+    config = hf.ProphetNetConfig(num_encoder_layers=MIN_LAYERS)
+    building.keep_layers(config, MIN_LAYERS)  # it refuses to be set to any number
+    assert config.num_hidden_layers == MIN_LAYERS
+
+
+def test_narrow_zamba_attends_to_states_twice_as_wide_as_its_hidden_ones():
+    """Its shared block reads the embeddings beside the hidden states (Glorioso et al. 2024)."""
+    config = narrow_config(hf.ZambaConfig())
+    assert config.attention_hidden_size == 2 * config.hidden_size
+    assert config.attention_hidden_size == config.num_attention_heads * config.attention_head_dim
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["mistral_large4", "mistral_large4_text", "muse_glimmer"])
 def test_families_that_the_causal_class_does_not_know(family: str, tmp_path):

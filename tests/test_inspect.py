@@ -362,6 +362,15 @@ def test_a_query_that_only_grows_did_not_turn():
     assert probe_module._turned(q, q * factors.expand_as(q).flip(1, 3).cumprod(-1))
 
 
+def test_a_query_turned_when_it_moved_by_more_than_rounding_can():
+    """By more than 4 ε, 1/32 in bf16. The coordinates are whole, and every norm is 32."""
+    q, near, far = torch.tensor(
+        [[31, 7, 3, 2, 1], [31, 7, 3, 1, 2], [31, 7, 1, 2, 3]], dtype=torch.bfloat16
+    )
+    assert not probe_module._turned(q, near)
+    assert probe_module._turned(q, far)
+
+
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_queries_that_cannot_show_a_change_leave_the_encoding_unknown(value: float):
     q = torch.full((1, 4, 6, 8), value)

@@ -13,6 +13,7 @@ import transformers as hf
 from transformers import DynamicCache, StaticCache
 
 from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import call as call_module
 from farspan.attention import layout as layout_module
 from farspan.attention import patch as patch_module
 from farspan.attention import probe as probe_module
@@ -469,6 +470,14 @@ def test_other_positions_are_refused_and_the_model_is_unchanged(family: Family):
     with pytest.raises(FarspanError, match=f"layer {index} .* positions; a layout changes only"):
         set_layout(model, Layout({index: LayerLayout(True, 4)}))
     assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_added_rotation_that_is_not_applied_is_refused(monkeypatch):
+    monkeypatch.setattr(call_module, "rotate_by_slot", lambda query, key, places: (query, key))
+    model = family_named("farspan-none").build()
+    with pytest.raises(FarspanError, match="layer 1 cannot become rope"):
+        set_layout(model, Layout.parse({1: "rope"}))
+    assert seam.installed_layout(model) is None
 
 
 def test_a_family_that_hands_over_no_rotation_is_refused(monkeypatch):

@@ -143,6 +143,29 @@ def test_schedules_match_their_formulas(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "basis_at_target", "slope"),
+    [
+        ("piecewise", 1.0, 0.37),
+        ("logn", math.log(TARGET / LENGTH), 0.335),
+        ("llama4", math.log(1 + TARGET // LENGTH), 0.335),
+        ("ssmax", math.log(TARGET / LENGTH), 0.335),
+    ],
+)
+def test_slopes_are_fitted_to_half_a_hundredth_or_a_hundredth(
+    name, basis_at_target, slope, monkeypatch
+):
+    """A hundredth for λ̂ beyond the train length itself, half of it for slopes of a logarithm."""
+
+    def loss(model, windows, scales) -> float:
+        return float(scales.at(torch.tensor([float(TARGET)])).mean() - lowest) ** 2
+
+    lowest = 1 + slope * basis_at_target
+    monkeypatch.setattr("farspan.methods.schedules.scaled_loss", loss)
+    patch = fit_schedule(None, job_without_model(), name, fitted=True)
+    assert patch.scales.slope.unique().tolist() == pytest.approx([slope], abs=1e-6)
+
+
 @pytest.mark.parametrize("name", ["farspan-rope", "llama", "qwen3", "smollm3"])
 @pytest.mark.parametrize("method", ROPE_SCALINGS)
 def test_rope_methods_restore_the_model_and_give_a_working_patch(name, method):

@@ -68,6 +68,15 @@ def test_reset_dynamic_rope_forgets_longer_inputs(name: str):
     assert torch.equal(model(middle).logits, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_reset_dynamic_rope_adds_nothing_to_the_saved_weights(name: str):
+    model = family(name)
+    names = model.state_dict().keys()
+    set_rope(model, {"rope_type": "dynamic", "factor": 4.0})
+    reset_dynamic_rope(model)
+    assert model.state_dict().keys() == names
+
+
 @torch.no_grad()
 def test_patched_rope_equals_a_model_built_with_it():
     model = family("llama")

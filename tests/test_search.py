@@ -607,6 +607,23 @@ def test_long_windows_are_read_in_small_micro_batches(batch, length, rows):
     assert largest_micro_batch(batch, length) == rows
 
 
+@pytest.mark.parametrize(("micro_batch", "rows"), [(0, 4), (1, 1), (2, 2)])
+@pytest.mark.parametrize("trained", ["scales", "weights"])
+def test_as_many_windows_are_read_at_once_as_set_or_as_fit(trained, micro_batch, rows):
+    model = BY_NAME["farspan-none"].build()
+    job, size = job_for(model), dict(steps=1, batch=4, micro_batch=micro_batch)
+    seen = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(tuple(inputs[0].shape))
+    )
+    if trained == "scales":
+        headscale(model, job, replace(QUICK, **size))
+    else:
+        tuning_module.tune_weights(model, job, "pi", TuningConfig(**size))
+    windows = [count for count, length in seen if length > TARGET]
+    assert windows == [rows] * (4 // rows)
+
+
 def test_answers_pull_the_gradient_of_scales():
     model = BY_NAME["farspan-none"].build().double()
     ids = torch.randint(VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(1))

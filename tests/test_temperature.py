@@ -63,6 +63,18 @@ def test_the_law_of_a_family_is_measured(name: str):
     assert temperature.at(50) == pytest.approx((float(law(torch.tensor(49.0))),) * 2, rel=1e-5)
 
 
+def few_runs(law: Callable[[int], float], most: int = 60) -> Callable[[int], Tensor]:
+    """The law as norms or factors of one head, which may be asked for a few dozen positions."""
+    asked = []
+
+    def values_at(position: int) -> Tensor:
+        asked.append(position)
+        assert len(asked) <= most, "a few dozen runs of the model"
+        return torch.tensor([[law(position)]], dtype=torch.float64)
+
+    return values_at
+
+
 @pytest.mark.parametrize("width", [100, 5000, 8192, 131_072, LONGEST // 2 + 3])
 @pytest.mark.parametrize(
     ("formula", "basis"),
@@ -73,13 +85,10 @@ def test_the_law_of_a_family_is_measured(name: str):
     ],
 )
 def test_every_law_is_recognized_at_any_width(formula, basis, width, monkeypatch):
-    def norms_at(position: int) -> Tensor:
-        return torch.tensor([[2 + 2 * 0.1 * basis(position, width)]], dtype=torch.float64)
-
+    norms_at = few_runs(lambda position: 2 + 2 * 0.1 * basis(position, width))
     monkeypatch.setattr(temperature_module, "_norm_reader", lambda model, layers: norms_at)
     norms, growing = temperature_module._sample(None, (), None, MAX_DEVIATION)
     assert growing == [0]
-    assert len(norms) < 60, "a few dozen runs of the model"
     positions = torch.tensor(sorted(norms))
     factors = torch.stack([norms[p] / norms[0] for p in positions.tolist()], dim=-1)
     (law,) = temperature_module._group([3], positions, factors, MAX_DEVIATION)
@@ -281,7 +290,7 @@ def test_a_deviation_of_the_tolerance_is_no_growth(monkeypatch):
         return 1.0 + (position >= 10) * EXACT + (position >= 100)
 
     factors = {p: torch.tensor([[law(p)]]) for p in (0, 1, 64, 128, 256, LONGEST)}
-    temperature_module._sample_onset(factors, lambda p: torch.tensor([[law(p)]]), 0, EXACT)
+    temperature_module._sample_onset(factors, few_runs(law), 0, EXACT)
     assert {99, 100, 200} <= set(factors)
     assert not {9, 20} & set(factors)
 
@@ -302,6 +311,14 @@ def test_a_deviation_of_the_tolerance_is_no_growth(monkeypatch):
     grown[3] = 1 + 10 * EXACT
     (fit,) = temperature_module._clamp_fit(POSITIONS, grown[None])
     assert fit.law == "1 + {rate}·ln(max(n/1024, 1))", "the line is of what grew by more"
+
+
+@pytest.mark.parametrize("first", [1, 1000, LONGEST // 3, LONGEST - 1])
+def test_the_first_growth_is_found_by_halving_the_gap(first: int):
+    factors_at = few_runs(lambda p: 1.0 + (p >= first), most=1 + int(math.log2(LONGEST)))
+    factors = {0: torch.tensor([[1.0]]), LONGEST: torch.tensor([[2.0]])}
+    temperature_module._sample_onset(factors, factors_at, 0, MAX_DEVIATION)
+    assert {first - 1, first, 2 * first} <= set(factors)
 
 
 @pytest.mark.long
