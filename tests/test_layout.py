@@ -524,6 +524,15 @@ def test_the_steps_of_a_rotation_are_read_from_complex_numbers_too():
         assert torch.allclose(step_angles(rotation), angles)
 
 
+def test_a_dimension_that_takes_the_whole_period_for_a_turn_still_turns():
+    """A turn in 8 tokens by steps of 2π/8, and slower ones."""
+    angles = 2 * math.pi / torch.tensor([8.0, 8.001, 16.0])
+    cos, sin = angles.cos(), angles.sin()
+    turned = layout_module.RotationFilter(angles, 8)._filter((cos, sin))
+    assert torch.equal(turned[0], torch.tensor([cos[0], 1.0, 1.0]))
+    assert torch.equal(turned[1], torch.tensor([sin[0], 0.0, 0.0]))
+
+
 @pytest.mark.parametrize("name", ["farspan-none", "llama"])
 def test_rotation_that_is_not_there_cannot_be_limited(name, monkeypatch):
     model = family_named(name).build()

@@ -313,6 +313,24 @@ def test_a_deviation_of_the_tolerance_is_no_growth(monkeypatch):
     assert fit.law == "1 + {rate}·ln(max(n/1024, 1))", "the line is of what grew by more"
 
 
+@pytest.mark.parametrize(
+    ("deviation", "closest", "law"),
+    [(1e-5, 0.0, "line"), (1.1e-5, 0.0, "power"), (3e-3, 1e-3, "line"), (3.1e-3, 1e-3, "power")],
+)
+def test_a_simple_law_may_deviate_three_times_as_far(deviation, closest, law, monkeypatch):
+    """And by what rounding can do, 1e-5."""
+    line = temperature_module._Fit("line", (0.1,), deviation)
+    power = temperature_module._Fit("power", (0.1,), closest)
+    for name, fits in {
+        "_linear_fit": line,
+        "_floor_fits": [],
+        "_clamp_fit": [],
+        "_power_fit": power,
+    }.items():
+        monkeypatch.setattr(temperature_module, name, lambda *_, fits=fits: fits)
+    assert temperature_module._fit(POSITIONS, torch.ones(1, len(POSITIONS))).law == law
+
+
 @pytest.mark.parametrize("first", [1, 1000, LONGEST // 3, LONGEST - 1])
 def test_the_first_growth_is_found_by_halving_the_gap(first: int):
     factors_at = few_runs(lambda p: 1.0 + (p >= first), most=1 + int(math.log2(LONGEST)))
