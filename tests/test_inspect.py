@@ -17,7 +17,7 @@ import farspan
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import probe as probe_module
 from farspan.attention import seam
-from farspan.attention.model_facts import layer_heads
+from farspan.attention.model_facts import config_train_length, layer_heads
 from farspan.attention.probe import probe
 from farspan.cli import app
 from farspan.cli.console import console
@@ -353,6 +353,13 @@ def test_a_query_temperature_by_position_is_not_rotation(dtype):
         torch.manual_seed(seed)
         model = hf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
         assert [layer.position for layer in probe(model)] == ["rope", "rope", "rope", "none"]
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "max_seq_len", "seq_length"])
+@pytest.mark.parametrize(("limit", "length"), [(-1, None), (0, None), (1, None), (2, 2), (8, 8)])
+def test_the_train_length_is_a_limit_of_the_config_above_one(name, limit, length):
+    config = hf.PreTrainedConfig(**{name: limit})
+    assert config_train_length(config) == length
 
 
 def test_a_query_that_only_grows_did_not_turn():

@@ -332,6 +332,19 @@ def test_load_refuses_a_damaged_patch(damage: str, tmp_path):
         Patch.load(tmp_path / "patch")
 
 
+@pytest.mark.parametrize("key", ["target", "train_length"])
+@pytest.mark.parametrize(("value", "loads"), [(1, True), (0, False), (-1, False), (1.5, False)])
+def test_lengths_of_a_patch_are_whole_numbers_of_at_least_one(key, value, loads, tmp_path):
+    Patch("test", "0" * 64, target=8, train_length=8, rope=YARN).save(tmp_path / "patch")
+    record = tmp_path / "patch" / "patch.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {key: value}))
+    if loads:
+        assert getattr(Patch.load(tmp_path / "patch"), key) == value
+        return
+    with pytest.raises(CorruptError, match=f"{key} is {value}, not a whole number of 1 or more"):
+        Patch.load(tmp_path / "patch")
+
+
 @torch.no_grad()
 def test_patches_of_version_0_1_load_with_the_same_logits():
     """`headlog` for nope-twin, written by 0.1.0, and the logits that 0.1.0 computed with it."""
