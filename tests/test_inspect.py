@@ -362,6 +362,17 @@ def test_the_train_length_is_a_limit_of_the_config_above_one(name, limit, length
     assert config_train_length(config) == length
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_table_of_equal_biases_is_no_slope(value: float):
+    """ALiBi falls with the distance; a new table of T5 may be all zeros."""
+    model = next(family for family in FAMILIES if family.name == "farspan-t5").build()
+    with torch.no_grad():
+        for name, table in model.named_parameters():
+            if "t5" in name:
+                table.fill_(value)
+    assert {layer.position for layer in probe(model)} == {"t5"}
+
+
 def test_a_query_that_only_grows_did_not_turn():
     torch.manual_seed(0)
     q, factors = torch.randn(1, 4, 6, 8), 0.5 + torch.rand(1, 4, 6, 1)
