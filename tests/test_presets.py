@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -137,6 +138,12 @@ def test_training_of_weights_is_estimated_by_its_own_windows(monkeypatch, name, 
     speed = Speed(ForwardSpeed(model, probe(model), 1.0, 8), 3.0)
     (stage,) = method_stages(name, speed, job, config, choose=0)
     assert stage.seconds == 5 * 3 * 3 * seconds
+
+
+def test_a_uniform_scale_takes_at_most_thirty_losses():
+    """Twelve in steps of 0.2, and six each in steps of 0.05, 0.0125 and 0.01."""
+    with np.errstate(over="raise"):  # a refinement that gets wider ends
+        assert grid_size(np.array(COARSE), STEP) == 12 + 3 * 6
 
 
 def test_the_size_of_a_grid_bounds_the_losses_of_a_search():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_every_law_is_recognized_at_any_width(formula, basis, width, monkeypatch
     (law,) = temperature_module._group([3], positions, factors, MAX_DEVIATION)
     digits = f"{width:.4g}" if "max" in formula else width
     assert (law.layers, law.formula) == ((3,), "1 + 0.1·" + formula.format(digits))
+
+
+def test_no_length_is_twice_as_long_as_the_sample_before_it(monkeypatch):
+    """At any number of tokens the factor is that of a sample more than half as long."""
+    norms_at = few_runs(lambda position: 1 + 0.1 * math.log(position + 1))
+    monkeypatch.setattr(temperature_module, "_norm_reader", lambda model, layers: norms_at)
+    norms, _ = temperature_module._sample(None, (), None, MAX_DEVIATION)
+    positions = sorted(norms)
+    assert positions[:2] == [0, 1]
+    assert positions[-1] == LONGEST
+    assert all(after <= 2 * before for before, after in pairwise(positions[1:]))
 
 
 POSITIONS = torch.tensor([0, *(2**power for power in range(22))], dtype=torch.float64)
