@@ -26,7 +26,7 @@ from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import uniform
 from farspan.model.loss import mean_loss, token_losses
-from farspan.train.loop import PlateauRule
+from farspan.train.loop import PlateauRule, TrainResult
 from farspan.train.steps import EagerSteps
 from fit_jobs import BY_NAME, FOUR, QUICK, TARGET, job_for, job_without_model
 
@@ -304,6 +304,36 @@ def test_bf16_gradients_at_the_limit_are_not_accurate(monkeypatch):
         monkeypatch.setattr(torch, "cosine_similarity", lambda *_, dim, limit=limit: limit)
         with seam.frozen(model):
             assert scaled.bf16_is_accurate(job.search[:1]) is accurate
+
+
+class ClaimedGpu(str):
+    """A name of the CPU that says it is a GPU."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "used"),
+    [
+        (ClaimedGpu("cpu"), torch.float32, True),
+        (ClaimedGpu("cpu"), torch.bfloat16, False),  # its products are rounded already
+        (torch.device("cpu"), torch.float32, False),
+    ],
+)
+def test_float32_models_on_a_gpu_use_bf16_products(device, dtype, used, monkeypatch):
+    """Where these give the gradient of float32."""
+    model, seen = BY_NAME["farspan-none"].build(dtype=dtype), []
+    job = job_for(model)
+    monkeypatch.setattr(type(model), "device", device)
+    monkeypatch.setattr(headscale_module.ScaledModel, "bf16_is_accurate", lambda *_: True)
+
+    def train(task, plan, folder, on_step):
+        seen.append(task.module.use_bf16)
+        return TrainResult([], 0, [])
+
+    monkeypatch.setattr(headscale_module, "train", train)
+    headscale(model, job, QUICK)
+    assert seen == [used]
 
 
 def test_choose_split_selects_the_learning_rate():
