@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from families import VOCABULARY
+from families import SHAPE, VOCABULARY
 from farspan.attention import seam
 from farspan.attention.patch import fingerprint, set_rope
 from farspan.attention.probe import probe
@@ -250,6 +250,15 @@ def test_ntk_stretches_the_base_by_the_published_exponent(name):
         assert after[-1].item() == pytest.approx(before[-1].item() / 4, rel=1e-5)
         assert after[0].item() == before[0].item() == 1
         assert (after[1:] < before[1:]).all()
+
+
+def test_ntk_stretches_the_slower_of_two_frequencies():
+    """Of four dimensions: θ·s^(4/2)."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 4}))
+    rope = rope_parameters(model, job_for(model), "ntk", 3.0)
+    assert rope["rope_theta"] == pytest.approx(9 * 10_000.0)
+    with rope_override(model, rope):
+        assert rotary_of(model).inv_freq.tolist() == pytest.approx([1.0, 0.01 / 3])
 
 
 def test_ntk_is_refused_where_a_head_rotates_two_dimensions():

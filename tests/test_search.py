@@ -374,6 +374,21 @@ def details_of(job) -> dict:
     return search
 
 
+def test_two_processes_judge_the_plateau_by_the_mean_over_all_windows(monkeypatch):
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    scaled = headscale_module.ScaledModel(model, job.uniform(1.0))
+    windows, totals = job.search[:3, :TARGET], []
+    alone = scaled.validation_loss(windows)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.add_(sum(totals)))
+    for index in (1, 0):  # the sum is of what the processes so far computed
+        state = SimpleNamespace(num_processes=2, process_index=index)
+        monkeypatch.setattr(headscale_module, "processes", lambda state=state: state)
+        loss = scaled.validation_loss(windows)
+        totals.append(loss * len(windows))
+    assert loss == pytest.approx(alone, abs=1e-9)
+
+
 @pytest.mark.parametrize("method", [headscale, headlog])
 def test_a_search_cools_down_and_ends_when_the_choose_split_gains_nothing(
     method, applied_updates, monkeypatch
@@ -767,6 +782,7 @@ def test_a_search_repeats_spans_of_the_length_that_is_set(monkeypatch):
     headscale(model, job, QUICK)
     headscale(model, job, replace(QUICK, spans=(6, 7)))
     assert [options["spans"] for options in asked] == [(16, 128), (6, 7)]
+    assert [options["min_distance"] for options in asked] == [2, 2], "a quarter of the train length"
 
 
 @pytest.mark.parametrize(("init", "starts"), [(0.0, [0.0, 1.3]), (1.1, [1.1, 1.1])])
