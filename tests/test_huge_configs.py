@@ -182,6 +182,13 @@ def test_short_configs_have_few_parameters(family: str, most: int):
     assert model.num_parameters() <= most
 
 
+@torch.no_grad()
+def test_two_narrow_experts_are_one_group():
+    """DeepSeek V3 ranks a group of experts by the best two in it."""
+    model = building.small_model(short_config(hf.DeepseekV3Config()), False)
+    assert model(torch.arange(4)[None]).logits.isfinite().all()
+
+
 def test_a_config_that_has_as_many_layers_as_asked_for_is_left_alone():
     config = hf.ProphetNetConfig(num_encoder_layers=MIN_LAYERS)
     building.keep_layers(config, MIN_LAYERS)  # it refuses to be set to any number
