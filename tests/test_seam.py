@@ -194,6 +194,18 @@ def visible_keys(call: seam.Call) -> torch.Tensor:
     return backends.visible_keys(call.q, call.k, call.mask)
 
 
+def test_an_observer_ends_alone_while_a_later_one_goes_on():
+    model, first, second = FAMILIES[0].build(), [], []
+    blocks = [seam.observing(model, calls.append) for calls in (first, second)]
+    for block in blocks:
+        block.__enter__()
+    for block in blocks:
+        model(tokens())
+        block.__exit__(None, None, None)
+    model(tokens())
+    assert (len(first), len(second)) == (4, 8)
+
+
 def test_visible_keys_exclude_padding_and_other_packed_documents():
     model = FAMILIES[0].build()
     calls: list[seam.Call] = []
