@@ -110,3 +110,12 @@ def test_check_returns_valid_scales_unchanged(value: float):
     assert scales.check(4096) is scales
     assert scales.constant
     assert scales.heads == 8
+
+
+def test_scales_with_a_slope_are_not_those_without():
+    base = torch.ones(1, 2)
+    constant, growing = Scales((0,), base), Scales((0,), base, 0 * base, "constant")
+    assert not constant.equals(growing)
+    assert not growing.equals(constant)
+    assert constant.equals(Scales((0,), base.clone()))
+    assert growing.equals(Scales((0,), base, 0 * base, "constant"))
