@@ -30,7 +30,7 @@ from farspan.data.documents import Document, read_documents
 from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import PasskeyDocuments
 from farspan.data.shards import open_shards, pack
-from farspan.data.tokens import END, fingerprint, train_tokenizer
+from farspan.data.tokens import END, fingerprint, read_tokenizer, train_tokenizer
 from farspan.errors import CorruptError, FarspanError
 from farspan.train import corpus
 from farspan.train.corpus import DataConfig
@@ -54,6 +54,17 @@ def _no_fsync(monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(CORPUS, VOCABULARY)
+
+
+def test_a_tokenizer_that_links_out_of_its_folder_is_refused(tokenizer, tmp_path):
+    """An export would write the linked file of somebody else."""
+    tokenizer.save_pretrained(tmp_path / "own")
+    assert read_tokenizer(tmp_path / "own")("a word")["input_ids"]
+    secret = tmp_path / "secret.txt"
+    secret.write_text("{{ a secret }}")
+    (tmp_path / "own" / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(CorruptError, match="chat_template.jinja is a link that leads out"):
+        read_tokenizer(tmp_path / "own")
 
 
 def make_documents(text: str, seed: int, count: int, longest: int) -> list[Document]:
