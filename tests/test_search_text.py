@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from transformers import logging as hf_logging
 
@@ -116,6 +117,7 @@ def test_texts_beyond_the_length_of_a_tokenizer_are_read_without_a_warning():
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
+    verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_warning()
     hf_logging.add_handler(handler)
     try:
@@ -125,6 +127,23 @@ def test_texts_beyond_the_length_of_a_tokenizer_are_read_without_a_warning():
         assert "is longer than the specified maximum" in said[0]
     finally:
         hf_logging.remove_handler(handler)
+        hf_logging.set_verbosity(verbosity)
+
+
+def test_windows_have_the_tokens_of_the_text_alone():
+    """A tokenizer that begins every text with a token does not put it into windows by itself."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODELS / "nope-twin")
+    begin = ("<|endoftext|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[begin]
+    )
+    text = "a word " * 20
+    own = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer(text)["input_ids"] == [begin[1], *own]
+    windows = cut_windows([Document("text", text)], tokenizer, 16, 1)
+    assert windows.ids[0].tolist() == own[:16]
+    begun = cut_windows([Document("text", text)], tokenizer, 16, 1, begin=begin[1:])
+    assert begun.ids[0].tolist() == [begin[1], *own[:15]]
 
 
 def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
