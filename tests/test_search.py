@@ -379,14 +379,14 @@ def test_two_processes_judge_the_plateau_by_the_mean_over_all_windows(monkeypatc
     job = job_for(model)
     scaled = headscale_module.ScaledModel(model, job.uniform(1.0))
     windows, totals = job.search[:3, :TARGET], []
-    alone = scaled.validation_loss(windows)
+    of_one = scaled.validation_loss(windows)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.add_(sum(totals)))
     for index in (1, 0):  # the sum is of what the processes so far computed
         state = SimpleNamespace(num_processes=2, process_index=index)
         monkeypatch.setattr(headscale_module, "processes", lambda state=state: state)
         loss = scaled.validation_loss(windows)
         totals.append(loss * len(windows))
-    assert loss == pytest.approx(alone, abs=1e-9)
+    assert loss == pytest.approx(of_one, abs=1e-9)
 
 
 @pytest.mark.parametrize("method", [headscale, headlog])

@@ -142,8 +142,8 @@ def test_windows_have_the_tokens_of_the_text_alone():
     assert tokenizer(text)["input_ids"] == [begin[1], *own]
     windows = cut_windows([Document("text", text)], tokenizer, 16, 1)
     assert windows.ids[0].tolist() == own[:16]
-    begun = cut_windows([Document("text", text)], tokenizer, 16, 1, begin=begin[1:])
-    assert begun.ids[0].tolist() == [begin[1], *own[:15]]
+    with_begin = cut_windows([Document("text", text)], tokenizer, 16, 1, begin=begin[1:])
+    assert with_begin.ids[0].tolist() == [begin[1], *own[:15]]
 
 
 def test_short_documents_are_joined_with_an_end_of_text_token(tokenizer):
