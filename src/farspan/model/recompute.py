@@ -1,5 +1,5 @@
-"""Gradients in less memory: a decoder layer keeps its input alone, and the backward pass computes
-its activations again, for about a third more time."""
+"""Gradients in less memory: a decoder layer keeps only its input, and the backward pass computes
+its activations again, for the time of one more forward pass."""
 
 from __future__ import annotations
 

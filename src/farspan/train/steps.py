@@ -74,7 +74,7 @@ class EagerSteps:
         # Here the error is gone, and with it what its frames kept in memory.
         log.warning(
             "out of memory; activations are computed again in the backward pass from now on, "
-            "which takes about a third more time"
+            "which takes one more forward pass a step"
         )
         self.recomputes = True
         for parameter in self.task.parameters.values():

@@ -160,8 +160,8 @@ def _announce(
     """Say what the missing cells and models take; the progress then shows the time left of all."""
     models = _estimate_models(texts, cells, out, device, progress)
     if (seconds := sum(model.seconds for model in models)) >= SAID_FROM:
-        missing, untrained = sum(model.missing for model in models), len(models)
-        untrained -= sum(model.trained for model in models)
+        missing = sum(model.missing for model in models)
+        untrained = sum(not model.trained for model in models)
         training = f", {untrained} model{'s' * (untrained > 1)} to train" if untrained else ""
         benchmarks = (
             "" if texts.study.benchmarks == StudyBenchmarks() else " without the benchmarks"
