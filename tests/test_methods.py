@@ -23,6 +23,7 @@ from farspan.methods import registry
 from farspan.methods import rope as rope_module
 from farspan.methods import tuning as tuning_module
 from farspan.methods import uniform as uniform_module
+from farspan.methods.continued import continue_training
 from farspan.methods.drope import drope
 from farspan.methods.headscale import SearchConfig, headscale
 from farspan.methods.job import (
@@ -531,3 +532,34 @@ def test_tuning_takes_its_steps_or_those_of_a_search(steps, taken, monkeypatch):
     monkeypatch.setattr(tuning_module, "train_weights", lambda *given: plans.append(given[-1]))
     tuning_module.tune_weights(model, job_for(model), "yarn", TuningConfig(steps=steps))
     assert plans[0].steps == taken
+
+
+@pytest.mark.parametrize("method", ["continue", "pi", "drope"])
+def test_weights_are_tuned_through_compiled_layers(method, monkeypatch):
+    """As on a GPU, but without generated code: the same weights as without compiling."""
+    tuning = TuningConfig(steps=3, batch=2, micro_batch=1, lr=1e-3, warmup=1)
+
+    def weights(model) -> dict[str, torch.Tensor]:
+        if method == "pi":
+            return fit_rope(model, job_for(model), "pi", tuning).weights
+        fit = drope if method == "drope" else continue_training
+        return fit(model, job_for(model), tuning).weights
+
+    expected = weights(BY_NAME["llama"].build())
+    traced = []
+
+    def collect(graph: torch.fx.GraphModule, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    def trace(layer, dynamic: bool):
+        layer._compiled_call_impl = torch.compile(layer._call_impl, backend=collect)
+
+    monkeypatch.setattr("farspan.model.compile._on_one_gpu", lambda model: True)
+    monkeypatch.setattr(torch.nn.Module, "compile", trace)
+    model = BY_NAME["llama"].build()
+    compiled = weights(model)
+    assert traced
+    assert compiled.keys() == expected.keys()
+    assert all(torch.allclose(compiled[name], expected[name], atol=1e-6) for name in expected)
+    assert all(layer._compiled_call_impl is None for layer in model.modules())

@@ -34,6 +34,7 @@ from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import best_scales, method_losses
 from farspan.report.study_tables import (
     benchmark_table,
+    heads_table,
     loss_table,
     mean_at,
     paired_table,
@@ -58,6 +59,7 @@ from farspan.workflows.reproduce_study import (
     list_grids,
     read_study,
 )
+from farspan.workflows.reproduce_texts import StudyTexts
 
 
 @pytest.mark.parametrize("name", ["extend-small", "extend-hybrids"])
@@ -463,6 +465,38 @@ def test_a_cell_stores_the_entropy_of_its_heads_before_its_own_target(finished_o
         assert heads == pytest.approx(mean_at(cell, cell["entropy"], cell["target"]), abs=1e-3)
         others = [mean_at(cell, cell["entropy"], mark) for mark in (16, 32, 64)]
         assert np.diff(others).min() > 0.1, "entropy depends on where it is taken"
+
+
+def test_a_cell_says_how_long_its_fit_and_its_measurement_took(tiny, monkeypatch):
+    """The fit without reading text. Cells of earlier releases, without seconds, have no column."""
+    clock = [0.0]
+    fit, curves, search = (
+        reproduce_cells.fit_methods,
+        reproduce_cells._curves,
+        StudyTexts.search_windows,
+    )
+
+    def after(seconds: float, function):
+        def call(*arguments, **options):
+            clock[0] += seconds
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(reproduce_cells, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(reproduce_cells, "fit_methods", after(7.0, fit))
+    monkeypatch.setattr(reproduce_cells, "_curves", after(20.0, curves))
+    monkeypatch.setattr(StudyTexts, "search_windows", after(300.0, search))
+    settings = ['methods={nope-twin=["none", "logn"]}', "grids=[]", "factors=[2]"]
+    results = reproduce(str(tiny / "study.toml"), settings, tiny / "out")
+    texts = len(results[0]["loss"])
+    measured = {"measure": 20.0 * texts}
+    assert [cell["seconds"] for cell in results] == [measured, {"fit": 7.0, **measured}]
+    header, rows = heads_table(results)
+    assert header[-1] == "seconds to fit"
+    assert [row[-1] for row in rows] == ["", "7"]
+    earlier = [{key: cell[key] for key in cell if key != "seconds"} for cell in results]
+    assert heads_table(earlier) == (header[:-1], [row[:-1] for row in rows])
 
 
 def test_searches_of_a_study_start_from_the_best_uniform_scale(tiny):

@@ -7,14 +7,12 @@ that text.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from farspan.model.compile import compile_layers, decoder_layers, prefer_cudnn
+from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import BUDGET, GPU_BUDGET, mean_kl
 
 
@@ -57,19 +55,3 @@ class DistillModule(nn.Module):
                 answer_weight=self.answers,
                 budget=budget,
             )
-
-
-@contextmanager
-def compiled(*models: PreTrainedModel) -> Iterator[None]:
-    """Compile the layers of models on a GPU for a block."""
-    on_gpu = [model for model in models if model.device.type == "cuda"]
-    for model in on_gpu:
-        compile_layers(model)
-    try:
-        yield
-    finally:
-        for model in on_gpu:
-            for layer in decoder_layers(model):
-                layer._compiled_call_impl = None
-        if on_gpu:
-            torch._dynamo.reset()

@@ -36,7 +36,7 @@ from farspan.methods.job import (
     shared_batch,
 )
 from farspan.methods.uniform import uniform
-from farspan.model.compile import compiled_layers, prefer_cudnn
+from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers, prefer_cudnn
 from farspan.model.loss import last_losses, mean_loss, token_losses
 from farspan.train.loop import PlateauRule, StepMetrics, TrainPlan, TrainResult, train
 from farspan.train.optim import OptimizerConfig, store_base_rates
@@ -467,7 +467,7 @@ def optimize_scales(
                 scaled.use_bf16 = scaled.bf16_is_accurate(job.search[:1].to(model.device))
         with (
             seam.frozen(model),
-            compiled_layers(model),
+            compiled_layers(model, min_size=MIN_COMPILED_SIZE),
             job.checkpoint_dir(f"{method}-lr{lr:g}") as folder,
         ):
             result = train(task, steps, folder, on_step)

@@ -33,7 +33,7 @@ from farspan.attention.scales import Scales
 from farspan.data.recall import ChangeRow, recall_rows
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json
-from farspan.methods.distill import DistillModule, compiled, make_teacher
+from farspan.methods.distill import DistillModule, make_teacher
 from farspan.methods.job import (
     MICRO_BATCH_TOKENS,
     FitJob,
@@ -56,6 +56,7 @@ from farspan.methods.tuning import (
     train_weights,
     weights_override,
 )
+from farspan.model.compile import compiled_layers
 from farspan.model.loss import token_losses
 from farspan.train.optim import OptimizerConfig
 from farspan.train.sharding import processes
@@ -217,7 +218,7 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
     job.details["distillation"] = {**vars(plan), "tokens": plan.tokens}
     try:
         set_layout(model, layout)
-        with compiled(model, teacher):
+        with compiled_layers(model, teacher):
             weights = _distill(model, teacher, job, config, tuning, plan)
             if long_plan is not None:
                 job.details["long_windows"] = {**vars(long_plan), "tokens": long_plan.tokens}

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from farspan.attention import seam
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, largest_micro_batch, shared_batch
+from farspan.model.compile import compiled_layers, prefer_cudnn
 from farspan.model.loss import BUDGET, GPU_BUDGET, training_loss
 from farspan.train.loop import StepMetrics, TrainPlan, train
 from farspan.train.optim import OptimizerConfig, make_optimizers
@@ -54,7 +55,8 @@ class LossModule(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         budget = GPU_BUDGET if ids.is_cuda else BUDGET
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda)
+        with prefer_cudnn(), autocast:
             return training_loss(self.model, ids, budget=budget)
 
 
@@ -78,7 +80,8 @@ def tune_weights(
             floor=0.1,
         ),
     )
-    return train_weights(model, job, name, tuning, plan)
+    with compiled_layers(model):
+        return train_weights(model, job, name, tuning, plan)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from farspan.device_map import is_placed
 
-# Parameters. Compiling takes about ten seconds, in which a smaller model has finished.
+# Parameters. Compiling takes about ten seconds; in those a smaller model has finished a search.
 MIN_COMPILED_SIZE = 300_000_000
 
 
@@ -36,19 +36,24 @@ def raise_recompile_limit(graphs: int = 64) -> None:
 
 
 @contextmanager
-def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Compile the layers for a block, on one GPU and for a model of MIN_COMPILED_SIZE or more."""
-    small = model.num_parameters() < MIN_COMPILED_SIZE
-    if model.device.type != "cuda" or small or is_placed(model):
-        yield
-        return
-    compile_layers(model)
+def compiled_layers(*models: PreTrainedModel, min_size: int = 0) -> Iterator[None]:
+    """Compile layers for a block: those of the models on one GPU with `min_size` parameters."""
+    large = [model for model in models if model.num_parameters() >= min_size]
+    chosen = [model for model in large if _on_one_gpu(model)]
+    for model in chosen:
+        compile_layers(model)
     try:
         yield
     finally:
-        for layer in decoder_layers(model):
-            layer._compiled_call_impl = None
-        torch._dynamo.reset()
+        for model in chosen:
+            for layer in decoder_layers(model):
+                layer._compiled_call_impl = None
+        if chosen:
+            torch._dynamo.reset()
+
+
+def _on_one_gpu(model: PreTrainedModel) -> bool:
+    return model.device.type == "cuda" and not is_placed(model)
 
 
 def prefer_cudnn() -> AbstractContextManager[None]:

@@ -106,7 +106,10 @@ def paired_difference(values: np.ndarray, documents: Sequence[int] | None = None
 
 def heads_table(cells: Sequence[Cell]) -> Table:
     """λ̂ at the target, knees, mean entropy before the target (Wang 2024, Figures 2 and 4), and the
-    rank correlation of entropy and λ̂ over the heads of a layer (Figure 5)."""
+    rank correlation of entropy and λ̂ over the heads of a layer (Figure 5); the seconds of fits.
+
+    Earlier cells have no seconds."""
+    timed = any("seconds" in cell for cell in cells)
     header = [
         "model",
         "method",
@@ -116,6 +119,7 @@ def heads_table(cells: Sequence[Cell]) -> Table:
         "entropy knee",
         "entropy at target",
         "rank correlation",
+        *["seconds to fit"] * timed,
     ]
     rows = []
     for names, group in _grouped(cells):
@@ -127,8 +131,22 @@ def heads_table(cells: Sequence[Cell]) -> Table:
             scales += f" ({np.min(tables):.2f}–{np.max(tables):.2f})"
         knees = [_knee([cell[key] for cell in group]) for key in ("loss_knee", "entropy_knee")]
         mean_entropy = f"{np.mean(entropy):.2f}{_spread(entropy)}"
-        rows.append([*names, scales, *knees, mean_entropy, _rank_correlation(group)])
+        rows.append(
+            [
+                *names,
+                scales,
+                *knees,
+                mean_entropy,
+                _rank_correlation(group),
+                *[_fit_time(group)] * timed,
+            ]
+        )
     return header, rows
+
+
+def _fit_time(cells: Sequence[Cell]) -> str:
+    times = [cell["seconds"]["fit"] for cell in cells if "fit" in cell.get("seconds", {})]
+    return f"{np.mean(times):.3g}" if times else ""
 
 
 # eval and metric of a score -> its column; numbers are shown in percent, as in Wang 2024

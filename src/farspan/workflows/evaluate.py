@@ -52,7 +52,7 @@ from farspan.loading import (
     find_patch,
     find_train_length,
 )
-from farspan.model.compile import compiled_layers
+from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers
 from farspan.model_objects import ModelLike, ModelObject, accepts_model_objects
 from farspan.progress import Progress, automatic, shows_progress
 from farspan.record import write_record
@@ -475,7 +475,7 @@ def _maybe_compiled(
     perplexity = [cell for cell in cells if cell.eval == "perplexity"]
     tokens = sum(cell.length * cell.settings.get("count", 0) for cell in perplexity)
     pays = tokens * model.num_parameters() >= COMPILE_FROM
-    return compiled_layers(model) if pays else nullcontext()
+    return compiled_layers(model, min_size=MIN_COMPILED_SIZE) if pays else nullcontext()
 
 
 def _run_cell(

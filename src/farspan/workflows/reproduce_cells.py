@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -45,15 +46,18 @@ def measure_cell(
     model = upcast_small_model(model)
     length = config_train_length(model.config) or 0
     result: Result = {**asdict(cell), "train_length": length, "target": length * cell.factor}
+    result["seconds"] = seconds = {}
     if cell.method != "none":
         patch, details = _fit(texts, cell, model, tokenizer, length, progress)
         result["patch"] = patch.describe()
+        seconds["fit"] = details["seconds"]
         if "searches" in details:  # their steps, and why they ended
             result["searches"] = details["searches"]
         if patch.scales is not None:
             target = torch.tensor([float(patch.target)])
             scales = patch.scales.at(target)[..., 0]  # [layers, heads] at the target
             result["scales"] = scales.round(decimals=4).tolist()
+    started = perf_counter()
     # Long windows take minutes in float32 on a GPU, and bf16 products are what users run there.
     with (
         prefer_cudnn(),
@@ -70,7 +74,8 @@ def measure_cell(
                 keys=texts.study.passkeys,
                 trained="yes" if searched_on_passkeys(result) else passkeys_in_training(folder),
             )
-        return result
+    seconds["measure"] = round(perf_counter() - started, 2)
+    return result
 
 
 def measure_grid(
@@ -104,7 +109,7 @@ def _fit(
 ) -> tuple[Patch, dict[str, Any]]:
     """Fit the method of a cell, and leave its patch applied to the model.
 
-    Returns the patch and the details of the fit.
+    Returns the patch and the details of the fit, with its seconds in this process.
     """
     method, study = cell.method.partition(":")[0], texts.study
     extension = replace(study.extension_for(cell.factor), seed=cell.seed)
@@ -117,6 +122,7 @@ def _fit(
     settings: dict[str, Any] = {"name": cell.model, "seed": cell.seed, "progress": progress}
     settings |= {"tokenizer": tokenizer, "begin": tuple(begin_of_text(tokenizer))}
     job = make_fit_job(model, layers, target, length, search, choose, **settings)
+    started = perf_counter()
     starts_from_uniform = config.search.steps and not config.search.init
     if method in ("headscale", "headlog") and starts_from_uniform:
         key = (cell.model, target, config.search.constraint, config.choose_windows)
@@ -124,6 +130,7 @@ def _fit(
             texts.uniform_scales[key] = best_uniform(model, job, config.search)
         config = replace(config, search=replace(config.search, init=texts.uniform_scales[key]))
     patch, _ = fit_methods(model, layers, job, config, method.split("+"))
+    job.details["seconds"] = round(perf_counter() - started, 2)
     return patch, job.details
 
 
