@@ -47,18 +47,28 @@ def select(source: str) -> list[Record]:
     if any("label" not in line for line in lines):
         sys.exit(f"a line of docs/records/{file}.jsonl has no label, the name of its row; add one")
     if "same_tokens" in lines[0]:
-        return like_conversions(lines, source, texts.split("+") if texts else [])
+        base = find_base(lines, source) or find_base(records(file), file)
+        return like_conversions(lines, base, source, texts.split("+") if texts else [])
     return lines
 
 
-def like_conversions(cells: Sequence[Record], source: str, texts: Sequence[str]) -> list[Record]:
-    """Cells of a study, whose base is another cell and whose windows stand by text."""
-    bases = [index for index, cell in enumerate(cells) if cell["method"] == "none"]
-    if len(bases) != 1:
+def find_base(cells: Sequence[Record], source: str) -> Record | None:
+    """The cell as trained, with which others are compared; a group may have that of its file."""
+    bases = [cell for cell in cells if cell["method"] == "none"]
+    if len(bases) > 1:
         sys.exit(
-            f"{source} has {len(bases)} cells with the method none, the base of the others; "
-            "give each training its own file or group"
+            f"{source} has {len(bases)} cells with the method none, the base of the others; give "
+            "each training its own file or group"
         )
+    return bases[0] if bases else None
+
+
+def like_conversions(
+    cells: Sequence[Record], base: Record | None, source: str, texts: Sequence[str]
+) -> list[Record]:
+    """Cells of a study, whose base is another cell and whose windows stand by text."""
+    if base is None:
+        sys.exit(f"{source} has no cell with the method none, the base of the others; add it")
     by_text = cells[0]["same_tokens"]
     texts = texts or list(by_text)
     if unknown := set(texts) - set(by_text):
@@ -68,7 +78,7 @@ def like_conversions(cells: Sequence[Record], source: str, texts: Sequence[str])
             context: [loss for text in texts for loss in cell["same_tokens"][text][context]]
             for context in by_text[texts[0]]
         }
-        for cell in cells
+        for cell in (base, *cells)
     ]
     # Cells of earlier releases do not name the document of a window.
     documents = [
@@ -77,16 +87,16 @@ def like_conversions(cells: Sequence[Record], source: str, texts: Sequence[str])
         else None
         for cell in cells
     ]
-    length = str(cells[bases[0]]["train_length"])
-    base = {length: windows[bases[0]][length]}
+    length = str(base["train_length"])
+    of_base, *others = windows
     return [
         {
             "label": cell["label"],
-            "losses": {"base": base, "patch": own},
+            "losses": {"base": {length: of_base[length]}, "patch": own},
             "documents": own_documents,
             "passkeys": {"patch": cell["passkey"]},
         }
-        for cell, own, own_documents in zip(cells, windows, documents, strict=True)
+        for cell, own, own_documents in zip(cells, others, documents, strict=True)
     ]
 
 

@@ -232,8 +232,29 @@ def test_lines_without_label_or_base_are_errors(tables, monkeypatch):
     with pytest.raises(SystemExit, match="runs.jsonl has no label"):
         tables.losses("runs")
     cells[0]["label"] = "mine"
-    with pytest.raises(SystemExit, match="runs has 0 cells with the method none"):
+    with pytest.raises(SystemExit, match="runs has no cell with the method none"):
         tables.losses("runs")
+    cells *= 2
+    cells = [{**cell, "method": "none"} for cell in cells]
+    monkeypatch.setattr(tables, "records", lambda _: cells)
+    with pytest.raises(SystemExit, match="runs has 2 cells with the method none"):
+        tables.losses("runs")
+
+
+def test_a_group_without_a_base_is_compared_with_that_of_its_file(tables, monkeypatch):
+    cell = {"passkey": {}, "train_length": 8}
+    lines = [
+        {**cell, "label": name, "group": group, "method": method, "same_tokens": {"a": losses}}
+        for name, group, method, losses in (
+            ("trained", "base", "none", {"8": [1.0], "16": [9.0]}),
+            ("mine", "own", "swan", {"8": [1.5], "16": [3.0]}),
+        )
+    ]
+    monkeypatch.setattr(tables, "records", lambda _: lines)
+    header, rows = tables.losses("runs#own")
+    assert header == ["loss minus base", "windows", "8", "16"]
+    assert rows == [["mine", "1", "+0.500", "+2.000"]]
+    assert [row[0] for row in tables.losses("runs")[1]] == ["trained", "mine"]
 
 
 def lab_line(task, encoding, right):
