@@ -20,6 +20,8 @@ from farspan.data.recall import (
     repeat_spans,
 )
 from farspan.evals import needle
+from farspan.evals.ruler import Ruler
+from farspan.evals.ruler_tasks import RulerTasks, variants
 
 ROW = torch.arange(2048)  # every token once, so that a repetition can only be made
 
@@ -122,7 +124,9 @@ def fact_rows(count: int = 300, length: int = 600) -> list[str]:
 
 
 def pattern_of(template: str) -> str:
-    fields = {"thing": "[a-z ]+", "name": "[A-Z][a-z]+", "value": "[a-z0-9 ]+?"}
+    fields = {"thing": "|".join(recall.THINGS), "name": "[A-Z][a-z]+", "value": "[a-z0-9 ]+?"}
+    several = {f"{field}s": f"{fields[field]}(, {fields[field]})+" for field in ("name", "value")}
+    fields |= several | {"source": fields["name"]}
     pattern = re.escape(template)
     for field, allowed in fields.items():
         name = rf"\{{{field}\}}"
@@ -215,7 +219,7 @@ def test_facts_that_leave_one_token_of_a_row_are_put_in():
 @pytest.mark.long
 def test_facts_share_nothing_with_the_evaluations():
     """No number of their lengths, no sentence, and none of their words as names or values."""
-    texts = fact_rows(1000)
+    texts = [*fact_rows(1000), *(text for text, _ in several_rows(500))]
     numbers = {len(number) for text in texts for number in re.findall(r"\d+", text)}
     evaluated = {
         len(str(number)) for each in (needle.NUMBERS, needle.VALUES) for number in each[:1]
@@ -225,11 +229,12 @@ def test_facts_share_nothing_with_the_evaluations():
     assert not numbers & {5, 7}
     keys = {*needle.ADJECTIVES.split(), *needle.NOUNS.split()}
     assert not keys & {word.lower() for word in (*WORDS, *NAMES)}
-    ours = {sentence for pair in FACTS for part in pair for sentence in sentences(part)}
+    templates = [*FACTS, *recall.LISTS, *recall.TOGETHER, *recall.CHAINS]
+    ours = {sentence for each in templates for part in each for sentence in sentences(part)}
     theirs = {sentence for text in evaluation_texts() for sentence in sentences(text)}
     assert len(ours) >= 8
     assert len(theirs) > 10
-    assert not ours & theirs
+    assert ours & theirs <= {"question", "answer"}
 
 
 def sentences(text: str) -> list[str]:
@@ -246,7 +251,15 @@ def evaluation_texts() -> list[str]:
     ]
     asked = [text for sample in samples for text in (*sample.needles, sample.question)]
     passkeys = [passkey.TASK, passkey.FILLER, passkey.INFO, passkey.QUESTION]
-    return [*passkeys, needle.INTRO, *needle.INTROS.values(), *asked]
+    tasks = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt")
+    cells = Ruler((512,), tasks).cells()
+    prompts = [
+        RulerTasks(0, 3, "", {}).prompt(cell, number, variants(cell.task, 512)[0])
+        for cell in cells
+        for number in (0, 1)
+    ]
+    ruler = [part for each in prompts for part in (each.head, each.context(8), each.question)]
+    return [*passkeys, needle.INTRO, *needle.INTROS.values(), *asked, *ruler]
 
 
 def test_the_mask_of_a_row_with_facts_covers_the_answers_alone(monkeypatch):
@@ -263,6 +276,93 @@ def test_the_mask_of_a_row_with_facts_covers_the_answers_alone(monkeypatch):
         runs = "".join(character if marked else "|" for character, marked in pairs)
         marked = [run.removeprefix(" ").removesuffix("]") for run in runs.split("|") if run]
         assert marked == values[: len(asked)]
+
+
+# Questions with several answers.
+
+
+def several_rows(count: int = 300, share: float = 1.0) -> list[tuple[str, str]]:
+    """The text of each row, and what is marked as its answers."""
+    maker = FactRows(CharacterTokenizer(), share)
+    rows = [maker.row(FILLER, np.random.default_rng(seed)) for seed in range(count)]
+    return [(text_of(row), text_of(row[answers])) for row, answers in rows]
+
+
+def stated(template: str, text: str) -> list[dict[str, str]]:
+    """The fields of every fact of this form."""
+    return [match.groupdict() for match in re.finditer(pattern_of(template), text)]
+
+
+def test_a_question_for_all_values_of_a_name_has_them_in_their_order():
+    sizes = set()
+    for text, marked in several_rows():
+        for fact, question in recall.LISTS:
+            if asked := re.search(pattern_of(question) + r"\Z", text):
+                facts = stated(fact, text)
+                own = [each["value"] for each in facts if each["name"] == asked["name"]]
+                assert answers_of(marked) == own
+                assert len({each["value"] for each in facts}) == len(facts)
+                sizes.add(len(own))
+    assert sizes == {2, 3, 4}
+
+
+def test_a_question_for_several_names_has_the_value_of_each():
+    sizes = set()
+    for text, marked in several_rows():
+        for fact, question in recall.TOGETHER:
+            if asked := re.search(pattern_of(question) + r"\Z", text):
+                values = {each["name"]: each["value"] for each in stated(fact, text)}
+                names = asked["names"].split(", ")
+                assert answers_of(marked) == [values[name] for name in names]
+                assert len(set(values.values())) == len(values)
+                sizes.add(len(names))
+    assert sizes == {2, 3, 4}
+
+
+def test_a_question_for_the_names_of_a_value_follows_who_took_it_over():
+    sizes, others = set(), 0
+    for text, marked in several_rows():
+        for first, later, question in recall.CHAINS:
+            if asked := re.search(pattern_of(question) + r"\Z", text):
+                owners = [each for each in stated(first, text) if each["value"] == asked["value"]]
+                assert len(owners) == 1
+                names = [owners[0]["name"]]
+                for link in stated(later, text):
+                    assert link["source"] == names[-1], "each takes over from the last one before"
+                    names.append(link["name"])
+                assert answers_of(marked) == names
+                sizes.add(len(names))
+                others += len(stated(first, text)) - 1
+    assert sizes == {2, 3, 4}
+    assert others > 50, "names with values of their own"
+
+
+def answers_of(marked: str) -> list[str]:
+    """The answers in the marked text, which has the space before and a closing bracket, too."""
+    return marked.removeprefix(" ").removesuffix("]").split(", ")
+
+
+def test_the_share_of_rows_with_several_answers():
+    counts = [
+        sum(", " in marked for _, marked in several_rows(400, share)) for share in (0.0, 0.5, 1.0)
+    ]
+    assert counts[0] == 0
+    assert 135 <= counts[1] <= 215
+    assert 320 <= counts[2] <= 380
+
+
+def test_a_share_of_several_answers_leaves_the_other_rows_as_they_were():
+    change = recall_rows(
+        0, repeats=0.3, min_distance=64, facts=0.4, several=0.5, tokenizer=CharacterTokenizer()
+    )
+    before = recall_rows(0, repeats=0.3, min_distance=64, facts=0.4, tokenizer=CharacterTokenizer())
+    text = ROW + 0x4E00
+    answers = [(change(text, number)[1], before(text, number)[1]) for number in range(200)]
+    assert all(new.any() == old.any() for new, old in answers)
+    assert any(not torch.equal(new, old) for new, old in answers)
+    for number, (new, _) in enumerate(answers):
+        if not new.any():
+            assert torch.equal(change(text, number)[0], before(text, number)[0])
 
 
 def test_rows_without_facts_have_no_answers():

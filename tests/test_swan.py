@@ -15,6 +15,7 @@ from farspan.attention import seam
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
+from farspan.data import recall
 from farspan.errors import FarspanError
 from farspan.methods import swan as swan_module
 from farspan.methods import tuning as tuning_module
@@ -284,6 +285,25 @@ def test_shares_of_the_windows_hold_repeats_and_facts():
     assert swan_module._recall_rows(job, replace(config, repeats=0.0, facts=0.0)) is None
 
 
+def test_a_share_of_the_facts_has_several_answers(monkeypatch):
+    job = job_for(BY_NAME["llama"].build(), tokenizer=WordTokenizer(), seed=5)
+    kinds = []
+
+    def counted(count, rng):
+        kinds.append(count)
+        return recall.one_value_each(count, rng)
+
+    monkeypatch.setattr(recall, "SEVERAL_ANSWERS", (counted,))
+    for several, least, most in ((0.0, 0, 0), (0.5, 20, 60), (1.0, 61, 100)):
+        kinds.clear()
+        config = replace(SETTINGS, facts=1.0, repeats=0.0, several=several)
+        change_row = swan_module._recall_rows(job, config)
+        for number in range(100):
+            change_row(torch.arange(1000, 2024), number)
+        assert least <= len(kinds) <= most
+        assert 1 not in kinds, "one fact has one answer"
+
+
 def test_facts_need_a_tokenizer():
     model = BY_NAME["llama"].build()
     before = snapshot(model)
@@ -368,6 +388,8 @@ def test_short_windows_are_as_long_as_the_window(monkeypatch):
         ({"repeats": -0.1}, "swan.repeats is -0.1; choose a share from 0 to 1"),
         ({"facts": 1.5}, "swan.facts is 1.5; choose a share from 0 to 1"),
         ({"short": -0.1}, "swan.short is -0.1; choose a share from 0 to 1"),
+        ({"several": 2.0}, "swan.several is 2; choose a share from 0 to 1"),
+        ({"several": 0.5, "facts": 0.0}, "without swan.facts, swan.several=0.5 would have no"),
         ({"answers": -1.0}, "swan.answers is -1; choose 0 or more"),
         ({"repeats": 0.6, "facts": 0.5}, "swan.repeats and swan.facts are 1.1 together; choose"),
         ({"facts": 0.8}, "swan.repeats and swan.facts are 1.05 together"),

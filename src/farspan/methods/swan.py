@@ -90,6 +90,7 @@ class SwanConfig:
     long_length: int = 0  # 0: the target, at most 32,768
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
+    several: float = 0.0  # share of those windows with one question that has several answers
     answers: float = 0.01  # weight of the cross-entropy of their answers beside the KL
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
     max_loss: float = 0.005  # nats a token that sharpening may cost
@@ -106,7 +107,7 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)!r}; choose {' or '.join(choices)}"
                 )
-        for name in ("repeats", "facts", "short"):
+        for name in ("repeats", "facts", "several", "short"):
             if not 0 <= getattr(self, name) <= 1:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
@@ -123,6 +124,11 @@ class SwanConfig:
             raise FarspanError(
                 f"without swan.long, swan.long_length={self.long_length} would have no effect; set "
                 "swan.long to a share of the tokens, or remove it"
+            )
+        if self.several and not self.facts:
+            raise FarspanError(
+                f"without swan.facts, swan.several={self.several:g} would have no effect; set "
+                "swan.facts to a share of the windows, or remove it"
             )
         if self.repeats + self.facts > 1:
             raise FarspanError(
@@ -492,6 +498,7 @@ def _recall_rows(job: FitJob, config: SwanConfig) -> ChangeRow | None:
         repeats=config.repeats,
         min_distance=config.window_for(job.train_length),
         facts=config.facts,
+        several=config.several,
         tokenizer=job.tokenizer,
     )
 
