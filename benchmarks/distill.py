@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from farspan.attention.layout import LayerLayout, Layout
-from farspan.attention.patch import set_layout
+from farspan.attention.layout_change import set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.methods.distill import DistillModule, compiled, make_teacher
 from farspan.methods.swan import SwanConfig, distillation_flops, even_layers

@@ -19,7 +19,7 @@ from families import FAMILIES, Family, tokens
 from farspan.attention import backends, block_masks, seam
 from farspan.attention.backends import visible_keys
 from farspan.attention.layout import Layout
-from farspan.attention.patch import set_layout
+from farspan.attention.layout_change import set_layout
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from test_visible_keys import KINDS, LENGTH, PADDING, packed, plain, schedules, static_cache

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 
 import farspan
-from farspan.attention.patch import set_rope
+from farspan.attention.rope import set_rope
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer

@@ -170,7 +170,7 @@ def test_a_refused_layout_leaves_the_model_as_it_was(monkeypatch):
     def refuse(model, layer, entry):
         raise FarspanError("no layout for this model")
 
-    monkeypatch.setattr("farspan.attention.patch._check_observed", refuse)
+    monkeypatch.setattr("farspan.attention.layout_change._check_observed", refuse)
     for settings in (SETTINGS, EVEN):
         with pytest.raises(FarspanError, match="no layout for this model"):
             swan(model, job, settings, QUICK)

@@ -15,14 +15,15 @@ from transformers import DynamicCache, StaticCache
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import call as call_module
 from farspan.attention import layout as layout_module
-from farspan.attention import patch as patch_module
+from farspan.attention import layout_change, seam
 from farspan.attention import probe as probe_module
-from farspan.attention import seam
 from farspan.attention.backends import own_attention, visible_keys
 from farspan.attention.entropy import EntropyByPosition
 from farspan.attention.layout import LayerLayout, Layout, step_angles
-from farspan.attention.patch import Patch, fingerprint, set_layout, set_rope
+from farspan.attention.layout_change import set_layout
+from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
+from farspan.attention.rope import set_rope
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals.decoding import generate_tokens
@@ -507,7 +508,7 @@ def test_layers_that_behave_unlike_their_layout_are_refused(expected, position, 
     layer = Layer(2, module, position, window, heads=4, kv_heads=2, head_dim=8, base_scale=1.0)
     refused = pytest.raises(FarspanError, match=message) if message else nullcontext()
     with refused:
-        patch_module._check_observed(module, layer, entry)
+        layout_change._check_observed(module, layer, entry)
 
 
 def test_a_window_is_measured_to_the_key():

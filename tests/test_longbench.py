@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from families import OURS
-from farspan.attention.patch import set_rope
+from farspan.attention.rope import set_rope
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError

@@ -15,8 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from families import SHAPE, VOCABULARY
 from farspan.attention import seam
-from farspan.attention.patch import fingerprint, set_rope
+from farspan.attention.patch import fingerprint
 from farspan.attention.probe import probe
+from farspan.attention.rope import set_rope
 from farspan.errors import FarspanError
 from farspan.methods import job as job_module
 from farspan.methods import registry

@@ -18,8 +18,9 @@ import tritonlike
 from families import FAMILIES, OURS, tokens
 from farspan.attention import seam
 from farspan.attention.layout import Layout
-from farspan.attention.patch import set_layout, set_rope
+from farspan.attention.layout_change import set_layout
 from farspan.attention.probe import probe
+from farspan.attention.rope import set_rope
 from farspan.attention.scales import Scales
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.passkey import HELD_OUT, KEYS, SCORED, PasskeyDocuments

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import farspan
 from families import FAMILIES, SHAPE, tokens
 from farspan.attention import seam
-from farspan.attention.patch import Patch, fingerprint, reset_dynamic_rope, set_rope
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.rope import reset_dynamic_rope, set_rope
 from farspan.attention.scales import Scales
 from farspan.errors import CorruptError, FarspanError
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from farspan import cli
-from farspan.attention.patch import reset_dynamic_rope, set_rope
+from farspan.attention.rope import reset_dynamic_rope, set_rope
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cells import Cells
 from farspan.data.documents import read_documents

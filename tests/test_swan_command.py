@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import model_facts, seam
-from farspan.attention.patch import set_rope
 from farspan.attention.probe import Layer, probe
+from farspan.attention.rope import set_rope
 from farspan.bundled import resolve_bundled
 from farspan.cli import app
 from farspan.cli.console import console

@@ -14,8 +14,8 @@ import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import guard, seam
 from farspan.attention.layout import Layout
+from farspan.attention.layout_change import set_layout
 from farspan.attention.model_facts import max_positions
-from farspan.attention.patch import set_layout
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.cli import app

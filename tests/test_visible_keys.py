@@ -17,7 +17,7 @@ from families import FAMILIES, Family, tokens
 from farspan.attention import seam
 from farspan.attention.backends import visible_keys
 from farspan.attention.layout import LayerLayout, Layout
-from farspan.attention.patch import set_layout
+from farspan.attention.layout_change import set_layout
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 

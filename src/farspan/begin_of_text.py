@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.attention.patch import Patch, reset_dynamic_rope
+from farspan.attention.patch import Patch
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.data.documents import PYTHON_DOCS, read_documents
 from farspan.data.tokens import DECISION
 from farspan.data.windows import cut_windows

@@ -24,6 +24,14 @@ class FarspanError(Exception):
     exit_code = 2
 
 
+class WrongBaseError(FarspanError):
+    """The model's weights are not the ones that the patch was fitted on."""
+
+
+class IncompatiblePatchError(FarspanError):
+    """A patch does not fit the model that it was fitted on, so the patch itself is wrong."""
+
+
 class ProofError(FarspanError):
     """A check of a result failed: a fold that changes logits, or a gate that was missed."""
 

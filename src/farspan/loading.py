@@ -25,13 +25,7 @@ from transformers import (
 
 from farspan.attention.building import model_class
 from farspan.attention.model_facts import config_train_length, required_attention
-from farspan.attention.patch import (
-    IncompatiblePatchError,
-    Patch,
-    WrongBaseError,
-    corrupt_patch,
-    remember_folder,
-)
+from farspan.attention.patch import Patch, corrupt_patch, remember_folder
 from farspan.bundled import BUNDLED_MODELS, resolve_bundled
 from farspan.checkpoints import MissingModelError, check_report, check_weights, quiet, readable
 from farspan.custom_code import import_code, resolve_reference
@@ -43,7 +37,13 @@ from farspan.data.tokens import (
 )
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap, check_device_map, check_placed, placement
-from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.errors import (
+    CorruptError,
+    FarspanError,
+    IncompatiblePatchError,
+    WrongBaseError,
+    first_line,
+)
 from farspan.files import check_links, read_json
 from farspan.gguf_loading import (
     USE_CHECKPOINT,

@@ -6,10 +6,8 @@ base model and one target length. On disk it is a small folder of JSON and safet
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farspan.attention import seam
-from farspan.attention.layout import LayerLayout, Layout
-from farspan.attention.probe import Layer, probe, turning_dimensions
+from farspan.attention.layout import Layout
+from farspan.attention.layout_change import set_layout
+from farspan.attention.rope import check_rope, set_rope
 from farspan.attention.scales import Scales
 from farspan.device_map import stored_tensors
-from farspan.errors import CorruptError, FarspanError, first_line
+from farspan.errors import CorruptError, FarspanError, IncompatiblePatchError, WrongBaseError
 from farspan.files import (
     check_checksums,
     check_listed_files,
@@ -39,24 +37,9 @@ from farspan.summaries import Summarized, plain
 # A layout needs format 2 and scales that count positions need 3; other patches are written as
 # format 1, which older releases read.
 FORMAT, LAYOUT_FORMAT, POSITION_FORMAT = 1, 2, 3
-POSITIVE_ROPE_PARAMETERS = (
-    "factor",
-    "rope_theta",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "partial_rotary_factor",
-)
 
 
 APPLIED_KEY = "_farspan_patch"  # in the __dict__ of a patched model
-
-
-class WrongBaseError(FarspanError):
-    """The model's weights are not the ones that the patch was fitted on."""
-
-
-class IncompatiblePatchError(FarspanError):
-    """A patch does not fit the model that it was fitted on, so the patch itself is wrong."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -271,7 +254,7 @@ class Patch(Summarized):
             _read_scales(folder, record["scales"], target)
             if record.get("scales") is not None
             else None,
-            _check_rope(record["rope"]) if "rope" in record else None,
+            check_rope(record["rope"]) if "rope" in record else None,
             _read_tensors(folder, "weights") if "weights" in record else None,
             Layout.parse(dict(record["layout"])) if "layout" in record else None,
             str(base["name"]),
@@ -406,18 +389,6 @@ def _extend_rows(scales: Scales, table: Tensor, layers: tuple[int, ...], fill: f
     return extended
 
 
-def _check_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    known = ("none", "default", *ROPE_INIT_FUNCTIONS)
-    if rope["rope_type"] not in known:
-        raise FarspanError(
-            f"rope_type {rope['rope_type']!r} is unknown; choose one of {', '.join(known)}"
-        )
-    for key in POSITIVE_ROPE_PARAMETERS:
-        if (value := rope.get(key)) is not None and not 0 < value < math.inf:
-            raise FarspanError(f"the rope parameter {key} is {value!r}; set a number above 0")
-    return dict(rope)
-
-
 def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 of a model's weights, rounded to bf16 so that the dtype of loading does not count.
 
@@ -429,172 +400,3 @@ def fingerprint(model: PreTrainedModel) -> str:
         rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
         digest.update(rounded.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def set_rope(model: PreTrainedModel, rope: Mapping[str, Any]) -> None:
-    """Give the model these rope parameters, or restore it and raise if it does not run with them.
-
-    Rotation is computed from buffers, so changing the config of a loaded model has no effect: every
-    rotary module is rebuilt."""
-    rotaries = _find_rotaries(model)
-    rope = _check_rope(rope)
-    if not rotaries:
-        raise FarspanError(
-            f"{type(model).__name__} has no rotary layer, so rope parameters would change nothing; "
-            "use a method that scales attention (uniform, headscale)"
-        )
-    seam.unshare_config(model)
-    config = model.config.get_text_config()
-    if rope["rope_type"] == "none":
-        config.rope_parameters = {**config.rope_parameters, "rope_type": "none"}
-        for _, _, rotary in rotaries:
-            _disable_rotation(rotary)
-        return
-    trial = copy.deepcopy(config)
-    trial.rope_parameters = _merge_rope(config.rope_parameters, rope)
-    before = config.rope_parameters
-
-    def set_modules(parameters: Any, modules: Sequence[Any]) -> None:
-        config.rope_parameters = parameters
-        for (parent, name, _), rotary in zip(rotaries, modules, strict=True):
-            rotary.config = config
-            parent.register_module(name, rotary)
-
-    try:
-        modules = [type(rotary)(config=trial).to(model.device) for _, _, rotary in rotaries]
-        set_modules(trial.rope_parameters, modules)
-        with seam.eval_mode(model):
-            model(input_ids=seam.two_tokens(model), use_cache=False)
-    except Exception as error:  # the type needs more parameters, or the family reads other ones
-        set_modules(before, [rotary for _, _, rotary in rotaries])
-        raise IncompatiblePatchError(
-            f"{type(model).__name__} does not run with rope parameters {rope} "
-            f"({type(error).__name__}: {first_line(error)}); "
-            "set all parameters that this rope_type needs, or choose another type"
-        ) from None
-
-
-def set_layout(model: PreTrainedModel, layout: Layout) -> None:
-    """Give the model this layout, or restore it and raise if it does not behave so afterwards."""
-    before = seam.installed_layout(model)
-    seam.install_layout(model, None)
-    layers = {layer.index: layer for layer in probe(model)}
-    without_rotation = [index for index in layers if layers[index].position == "none"]
-    try:
-        _check_layout(model, layout, layers)
-        span = max((entry.max_period or 0 for entry in layout.layers.values()), default=0)
-        turning = turning_dimensions(model, span) if span else {}
-        seam.install_layout(model, layout, without_rotation)
-        for layer in probe(model):
-            _check_observed(model, layer, layout.layers.get(layer.index))
-        if span:
-            _check_dimensions(model, layout, turning, turning_dimensions(model, span))
-    except FarspanError:
-        seam.install_layout(model, before, without_rotation)
-        raise
-
-
-def _check_layout(model: PreTrainedModel, layout: Layout, layers: Mapping[int, Layer]) -> None:
-    """Refuse a layout for layers that the model lacks or that cannot have it."""
-    name = type(model).__name__
-    for index, entry in layout.layers.items():
-        if index not in layers:
-            raise IncompatiblePatchError(
-                f"the layout names layer {index}, but {name} has attention in layers "
-                f"{sorted(layers)}; use a layout for this model"
-            )
-        layer = layers[index]
-        if layer.position not in ("rope", "none"):
-            raise IncompatiblePatchError(
-                f"layer {index} of {name} has {layer.position} positions; a layout changes only "
-                "layers with rotary encoding or without positions"
-            )
-        if entry.max_period is not None and layer.position == "none":
-            raise IncompatiblePatchError(
-                f"layer {index} of {name} does not rotate, so it cannot become {entry}; write "
-                f"{replace(entry, max_period=None)}, which adds rotation, or "
-                f"{replace(entry, rotary=False, max_period=None)}"
-            )
-        if layer.window is not None and (entry.window or math.inf) > layer.window:
-            raise IncompatiblePatchError(
-                f"layer {index} of {name} sees {layer.window} keys by its config, so it cannot "
-                f"become {entry}; leave it out, or choose a layer that sees all keys"
-            )
-
-
-def _check_observed(model: PreTrainedModel, layer: Layer, entry: LayerLayout | None) -> None:
-    """Raise if a layer does not behave as its layout says."""
-    if entry is None:
-        return
-    expected = "rope" if entry.rotary else "none"
-    if layer.position != expected:
-        raise IncompatiblePatchError(
-            f"{type(model).__name__} does not hand the rotation to its attention modules, so layer "
-            f"{layer.index} cannot become {entry}; use scales (headscale) or rope parameters (yarn)"
-        )
-    if entry.window is not None and layer.window != entry.window:
-        raise IncompatiblePatchError(
-            f"attention in layer {layer.index} of {type(model).__name__} does not keep to a window "
-            f"of {entry.window} keys; choose another attn_implementation"
-        )
-
-
-def _check_dimensions(
-    model: PreTrainedModel, layout: Layout, before: Mapping[int, int], after: Mapping[int, int]
-) -> None:
-    """Raise if as many dimensions of a layer turn as before, although some are too slow."""
-    for state in seam.attached_states(model):
-        entry = layout.layers.get(state.layer)
-        if entry is None or entry.max_period is None or not state.fixes_dimensions:
-            continue
-        if after[state.layer] >= before[state.layer]:
-            raise IncompatiblePatchError(
-                f"{after[state.layer]} dimensions turn in layer {state.layer} of "
-                f"{type(model).__name__} as before, so it cannot become {entry}; use scales "
-                "(headscale) or rope parameters (yarn)"
-            )
-
-
-def _find_rotaries(model: PreTrainedModel) -> list[tuple[Any, str, Any]]:
-    """Every rotary module with its parent and its name there."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if any(buffer.endswith("inv_freq") for buffer, _ in child.named_buffers(recurse=False))
-    ]
-
-
-def reset_dynamic_rope(model: PreTrainedModel) -> None:
-    """Reset dynamic rotation, which otherwise keeps the frequencies of the longest input so far."""
-    for rotary in model.modules():
-        rope_type = getattr(rotary, "rope_type", None)
-        types = rope_type if isinstance(rope_type, dict) else {"": rope_type}
-        for layer_type, name in types.items():
-            if name == "dynamic":
-                prefix = f"{layer_type}_" if layer_type else ""
-                original = getattr(rotary, f"{prefix}original_inv_freq")
-                rotary.register_buffer(f"{prefix}inv_freq", original.clone(), persistent=False)
-                setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
-
-
-def _merge_rope(current: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The new parameters with the current base frequency, which an override must never lose.
-
-    Where layer types have separate parameters, only full attention gets the new ones."""
-    if current.get("full_attention"):
-        return {**current, "full_attention": _merge_rope(current["full_attention"], rope)}
-    kept = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
-    return {**kept, **rope}
-
-
-def _disable_rotation(rotary: Any) -> None:
-    """Set all frequencies to zero, which rotates nothing, bit for bit."""
-    for name, buffer in rotary.named_buffers(recurse=False):
-        if name.endswith("inv_freq"):
-            buffer.zero_()
-    # A dynamic type would recompute its frequencies, and YaRN's factor would still scale q and k.
-    types = rotary.rope_type
-    rotary.rope_type = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"
-    for name in [name for name in vars(rotary) if name.endswith("attention_scaling")]:
-        setattr(rotary, name, 1.0)

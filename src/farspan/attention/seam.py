@@ -83,7 +83,7 @@ def install_layout(
     """Give the model's attention this layout; None restores its own. Scales stay as they are.
 
     without_rotation: the layers that do not rotate by themselves, to which `rope` adds rotation.
-    `patch.set_layout` finds them and checks the outcome.
+    `layout_change.set_layout` finds them and checks the outcome.
     """
     calls = attention_calls(model)
     for _, state in _states(model, calls):

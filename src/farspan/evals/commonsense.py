@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.attention.patch import reset_dynamic_rope
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.batching import out_of_memory
 from farspan.data.jsonlines import read_rows
 from farspan.data.tokens import add_begin_of_text

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from farspan.attention import seam
-from farspan.attention.patch import reset_dynamic_rope
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.checkpoints import quiet
 from farspan.data.tokens import adds_begin_of_text
 from farspan.train.metadata import begin_of_text

@@ -26,7 +26,7 @@ from farspan.attention import seam
 from farspan.attention.backends import own_attention
 from farspan.attention.entropy import supported_kernels
 from farspan.attention.layout import length_dependent_rotation
-from farspan.attention.patch import reset_dynamic_rope
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
 from farspan.data.passkey import PasskeyDocuments, held_out_key

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from farspan.attention.patch import reset_dynamic_rope
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.batching import run_in_batches
 from farspan.data.documents import read_documents
 from farspan.data.tokens import encode_pieces

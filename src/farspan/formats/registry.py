@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention import seam
-from farspan.attention.patch import Patch, set_rope
+from farspan.attention.patch import Patch
+from farspan.attention.rope import set_rope
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.formats.fold import fold

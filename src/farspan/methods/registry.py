@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention import seam
 from farspan.attention.layout import LENGTH_DEPENDENT
+from farspan.attention.layout_change import set_layout
 from farspan.attention.model_facts import default_scaled_layers, most_heads
-from farspan.attention.patch import Patch, fingerprint, set_layout
+from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
 from farspan.device_map import is_placed
 from farspan.errors import FarspanError, suggest

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from farspan.attention.patch import Patch, set_rope
+from farspan.attention.patch import Patch
+from farspan.attention.rope import set_rope
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, loss_by_position, lowest_loss
 from farspan.methods.tuning import TuningConfig, tune_weights

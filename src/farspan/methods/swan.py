@@ -26,8 +26,9 @@ from farspan.attention.layout import (
     LayerLayout,
     Layout,
 )
+from farspan.attention.layout_change import set_layout
 from farspan.attention.model_facts import forward_flops, most_heads
-from farspan.attention.patch import Patch, set_layout
+from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
 from farspan.data.recall import ChangeRow, recall_rows

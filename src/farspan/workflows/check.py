@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.attention.model_facts import config_train_length
-from farspan.attention.patch import Patch, reset_dynamic_rope
+from farspan.attention.patch import Patch
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.bundled import resolve_bundled
 from farspan.data.documents import PYTHON_DOCS, read_documents

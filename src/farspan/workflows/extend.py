@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention import seam
 from farspan.attention.model_facts import cache_bytes
-from farspan.attention.patch import Patch, reset_dynamic_rope
+from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
 from farspan.deprecation import renamed_arguments

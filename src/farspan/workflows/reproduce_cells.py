@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.layout import length_dependent_rotation
 from farspan.attention.model_facts import config_train_length
-from farspan.attention.patch import Patch, reset_dynamic_rope
+from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
+from farspan.attention.rope import reset_dynamic_rope
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.diagnosis.curves import Curves, join_curves, measure_curves
 from farspan.diagnosis.knees import KneeRule, find_knee
