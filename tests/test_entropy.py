@@ -204,6 +204,15 @@ def test_entropy_includes_position_bias_of_transformers():
     ).abs().max() < 1e-5
 
 
+def test_entropy_is_exact_under_autocast():
+    """Cells of a study run in bf16 autocast on a GPU, where products of float32 would be bf16."""
+    torch.manual_seed(0)
+    q, k = (3 * torch.randn(1, heads, 96, 32).bfloat16() for heads in (4, 2))
+    scores = Scores(q, k, 0.2, window=64)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(chunked_entropy(scores), reference_entropy(scores), 1e-5)
+
+
 @pytest.mark.parametrize("option", ["older", "newer"])
 def test_entropy_keeps_tf32_set_by_either_torch_option(option: str):
     """In a fork, since torch does not allow both options in one process."""

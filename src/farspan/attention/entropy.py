@@ -73,7 +73,7 @@ def chunked_entropy(scores: Scores, *, every: int = 1, budget: int = 1 << 22) ->
         chunk = scores.rows(start * every, min(stop * every, queries), every, torch.float32)
         out[:, :, :, start:stop] = _entropy_and_lse(chunk)
 
-    with _full_precision():
+    with _full_precision(scores.q.device):
         run_in_batches(count, _rows_within(scores, every, budget // (batch * heads)), compute_rows)
     return Entropy(*out)
 
@@ -105,8 +105,9 @@ def _entropy_and_lse(s: Tensor) -> Tensor:
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
-    """Compute float32 products in float32: TF32 keeps ten bits, and entropy would lose five digits.
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Compute float32 products in float32: TF32 keeps ten bits, and entropy would lose five digits;
+    under autocast they would be bf16.
 
     This sets torch's newer option; a caller may have set the older one."""
     backends: Any = torch.backends
@@ -115,7 +116,8 @@ def _full_precision() -> Iterator[None]:
     for option in options:
         option.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         for option, precision in zip(options, before, strict=True):
             option.fp32_precision = precision
