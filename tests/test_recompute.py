@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.methods import headscale as headscale_module
+from farspan.methods.distill import DistillModule
+from farspan.methods.headscale import ScaledModel
+from farspan.methods.tuning import LossModule
 from farspan.model.compile import decoder_layers
 from farspan.model.loss import mean_kl, mean_loss, training_loss
 from farspan.model.recompute import recomputed_activations
+from farspan.train.corpus import DataConfig
+from farspan.train.pretrain import PretrainConfig, TrainConfig, make_training_task
 from farspan.train.steps import EagerSteps, TrainingTask
 from farspan.workflows.extend import extend
 from test_extend import SEARCHED, _no_figures, tiny  # noqa: F401
@@ -74,6 +80,38 @@ def test_scales_get_the_same_gradient(name):
         results.append(gradient)
     assert results[0].abs().max() > 0
     assert torch.equal(*results)
+
+
+def seen_kernels(model, loss_of):
+    """The order of preference of attention kernels at every pass of a layer."""
+    orders = []
+    attention = decoder_layers(model)[0].self_attn
+    attention.register_forward_hook(lambda *_: orders.append(torch._C._get_sdp_priority_order()))
+    with recomputed_activations():
+        loss_of(IDS).backward()
+    return orders
+
+
+def test_the_backward_pass_prefers_the_same_attention_kernels():
+    """Kernels keep tensors of different shapes, and torch refuses to compute others again."""
+    models = [BY_NAME["llama"].build() for _ in range(3)]
+    teacher = copy.deepcopy(models[2]).requires_grad_(False)
+    scales = Scales.uniform(1.2, [layer.index for layer in probe(models[1])], 4)
+    scaled = ScaledModel(models[1], scales)
+    seam.install(models[1], scaled.scales)
+    losses = [LossModule(models[0]), scaled, DistillModule(models[2], teacher, 0.0)]
+    for model, loss in zip(models, losses, strict=True):
+        first, again = seen_kernels(model, loss)
+        assert again == first != torch._C._get_sdp_priority_order()
+
+
+def test_pretraining_prefers_the_same_attention_kernels_in_the_backward_pass():
+    model = BY_NAME["farspan-rope"].build()
+    shape = TrainConfig(checkpoint_layers=True, batch=1, micro_batch=1)
+    recipe = PretrainConfig(DataConfig(sources={}), train=shape)
+    task = make_training_task(recipe, model, SimpleNamespace(mixture=None))
+    first, again = seen_kernels(model, task.module)
+    assert again == first != torch._C._get_sdp_priority_order()
 
 
 def test_a_copy_runs_its_own_layers():

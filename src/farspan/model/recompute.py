@@ -4,7 +4,7 @@ its activations again, for the time of one more forward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from farspan.model.compile import decoder_layers
+from farspan.model.compile import decoder_layers, prefer_cudnn
 
 _RECOMPUTES = ContextVar("recomputes", default=False)
 
@@ -51,6 +51,15 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recompute(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=kernel_contexts, **kwargs)
 
     return recompute
+
+
+def kernel_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a pass and of its repetition for torch's checkpoint.
+
+    The pass runs inside a loss that prefers cuDNN, the repetition in the backward pass after it. By
+    another attention kernel it would keep tensors of other shapes, which torch refuses.
+    """
+    return nullcontext(), prefer_cudnn()

@@ -17,6 +17,7 @@ from farspan.errors import FarspanError
 from farspan.files import read_tensors, read_text, weight_files, write_text
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers, prefer_cudnn
+from farspan.model.recompute import kernel_contexts
 from farspan.model.transformer import zero_outputs
 from farspan.progress import Progress, silent
 from farspan.recipe import from_toml, to_toml
@@ -269,7 +270,7 @@ def make_training_task(
     config = recipe.train
     use_bf16 = config.precision == "bf16" or (config.precision == "auto" and on_gpu)
     if config.checkpoint_layers:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": kernel_contexts})
     model.train()
     compiled = config.compile == "yes" or (config.compile == "auto" and on_gpu)
     if config.parallel == "fsdp" and state.num_processes == 1:
