@@ -105,6 +105,27 @@ def test_the_backward_pass_prefers_the_same_attention_kernels():
         assert again == first != torch._C._get_sdp_priority_order()
 
 
+def test_a_search_compares_its_precisions_without_keeping_activations():
+    """A float32 window keeps twice the memory of a step, and no step follows one that fails."""
+    model, kept = BY_NAME["farspan-none"].build(), []
+    layers = [layer.index for layer in probe(model)]
+    for recomputed in (False, True):
+        scaled = ScaledModel(model, Scales.uniform(1.2, layers, model.config.num_attention_heads))
+        seam.install(model, scaled.scales)
+        numbers = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, numbers=numbers: (numbers.append(tensor.numel()), tensor)[1],
+            lambda tensor: tensor,
+        )
+        with seam.frozen(model), hooks:
+            if recomputed:
+                assert scaled.bf16_is_accurate(IDS)
+            else:
+                torch.autograd.grad(scaled(IDS), [*scaled.parameters()])
+        kept.append(sum(numbers))
+    assert kept[1] < kept[0]  # of two passes against one
+
+
 def test_pretraining_prefers_the_same_attention_kernels_in_the_backward_pass():
     model = BY_NAME["farspan-rope"].build()
     shape = TrainConfig(checkpoint_layers=True, batch=1, micro_batch=1)

@@ -38,6 +38,7 @@ from farspan.methods.job import (
 from farspan.methods.uniform import uniform
 from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers, prefer_cudnn
 from farspan.model.loss import last_losses, mean_loss, token_losses
+from farspan.model.recompute import recomputed_activations
 from farspan.train.loop import PlateauRule, StepMetrics, TrainPlan, TrainResult, train
 from farspan.train.optim import OptimizerConfig, store_base_rates
 from farspan.train.sharding import data_parallel, processes
@@ -378,11 +379,13 @@ class ScaledModel(nn.Module):
     def bf16_is_accurate(self, ids: Tensor) -> bool:
         """Whether bf16 products give the float32 gradient on these windows.
 
-        They do not where attention scores are large.
+        They do not where attention scores are large. In float32 a window keeps twice the memory of
+        a step in bf16, so activations are computed again.
         """
         before, gradients = self.use_bf16, []
         for self.use_bf16 in (False, True):
-            parts = torch.autograd.grad(self(ids), [*self.parameters()])
+            with recomputed_activations():
+                parts = torch.autograd.grad(self(ids), [*self.parameters()])
             gradients.append(torch.cat([part.flatten() for part in parts]))
         self.use_bf16 = before
         exact, rounded = gradients
