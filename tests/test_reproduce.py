@@ -499,6 +499,23 @@ def test_a_cell_says_how_long_its_fit_and_its_measurement_took(tiny, monkeypatch
     assert heads_table(earlier) == (header[:-1], [row[:-1] for row in rows])
 
 
+def test_the_start_that_cells_share_counts_in_the_time_of_each(tiny, monkeypatch):
+    clock = [0.0]
+
+    def take(seconds: float, value):
+        clock[0] += seconds
+        return value
+
+    monkeypatch.setattr(reproduce_cells, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(reproduce_cells, "best_uniform", lambda *_: take(5.0, 1.1))
+    fit = reproduce_cells.fit_methods
+    monkeypatch.setattr(reproduce_cells, "fit_methods", lambda *given: take(7.0, fit(*given)))
+    search = ["extension.search.steps=1", "extension.search.batch=1"]
+    settings = ['methods={nope-twin=["headscale"]}', "grids=[]", "factors=[2]", "seeds=[0,1]"]
+    results = reproduce(str(tiny / "study.toml"), [*settings, *search], tiny / "shared")
+    assert [cell["seconds"]["fit"] for cell in results] == [12.0, 12.0]
+
+
 def test_searches_of_a_study_start_from_the_best_uniform_scale(tiny):
     """One step with a learning rate of almost 0 ends where the search started."""
     search = ["extension.search.steps=1", "extension.search.lr=[1e-9]"]

@@ -30,8 +30,8 @@ class StudyTexts:
 
     def __init__(self, study: ReproduceStudy):
         self.study = study
-        # (model, target, constraint, windows) -> best λ̂
-        self.uniform_scales: dict[tuple[str, int, bool, int], float] = {}
+        # (model, target, constraint, windows) -> best λ̂, and the seconds that it took
+        self.uniform_scales: dict[tuple[str, int, bool, int], tuple[float, float]] = {}
         self._windows: dict[tuple[str | int, ...], Windows] = {}
         self._weight_hashes: dict[Path, list[str]] = {}
         self._begins: dict[Path, tuple[int, ...]] = {}
