@@ -108,6 +108,21 @@ def test_samples_stay_within_their_share_of_the_page(monkeypatch):
     assert f"{200 - shown[0]} more are in its folder" in text
 
 
+def test_runs_for_which_no_room_is_left_are_packed_twice(monkeypatch):
+    """Once whole, and once empty: a large run takes a second each time."""
+    packed_rows = []
+
+    def counting_pack(rows):
+        packed_rows.append(len(rows))
+        return pack(rows)
+
+    pack = samples.pack
+    monkeypatch.setattr(samples, "pack", counting_pack)
+    monkeypatch.setattr(samples, "PACKED", 1)
+    list(samples.samples_table({str(number): [needle(7)] * 100 for number in range(6)}))
+    assert packed_rows == [100, 0] * 6
+
+
 @pytest.mark.parametrize(
     ("text", "answers", "expected"),
     [

@@ -39,7 +39,8 @@ def samples_table(runs: Mapping[str, Sequence[Sample]]) -> Iterator[str]:
             continue
         shown = rows[:room]
         while len(packed := pack(shown)) > characters and shown:
-            shown = shown[: int(0.98 * len(shown) * characters / len(packed))]
+            # empty tables take room too, so that none may be left for the next ones
+            shown = shown[: int(0.98 * len(shown) * max(0, characters) / len(packed))]
         room, characters = room - len(shown), characters - len(packed)
         left_out = len(rows) - len(shown)
         note = f"; {left_out:,} more are in its folder" if left_out else ""
