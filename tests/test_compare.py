@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from farspan.cli import app
@@ -13,6 +14,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.evals.needle import Needle
 from farspan.evals.pairs import PairedDifference, paired_differences
 from farspan.evals.passkey import Passkey
+from farspan.evals.perplexity import Perplexity, Text
 from farspan.evals.results import EvalResult
 from farspan.evals.ruler import Ruler
 from farspan.evals.scores import bootstrap
@@ -238,6 +240,23 @@ def test_losses_are_weighted_by_their_tokens():
     own = [{**first, "nll": 20.0}, {**second, "nll": 30.0}]
     other = [{**first, "nll": 10.0}, {**second, "nll": 30.0}]
     assert paired_differences(own, other)["perplexity", "t", 64].value == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("mode", ["same", "yarn"])
+def test_the_difference_of_losses_is_that_of_the_reported_ones(mode, tmp_path):
+    """In the mode yarn windows have equal weight, however many tokens they score."""
+    text = Text("t", ("d",), (torch.zeros(256, dtype=torch.int32),), "")
+    window = {"eval": "perplexity", "task": "t", "length": 128, "document": "d", "start": 0}
+    first, second = {**window, "end": 127, "scored": 127}, {**window, "end": 191, "scored": 64}
+    own = [{**first, "nll": 254.0}, {**second, "nll": 64.0}]
+    other = [{**first, "nll": 127.0}, {**second, "nll": 64.0}]
+    evaluation = Perplexity((text,), (128,), mode, 64)
+    scores = [tuple(evaluation.score(samples)) for samples in (own, other)]
+    result = EvalResult("model", "perplexity", scores[0], tmp_path / "out", "base", scores[1])
+    _write(result, {"model": [own], "base": [other]}, {"mode": mode})
+    (change,) = (s.difference for s in compare(result.folder, tmp_path / "t.md").scores[1:])
+    losses = [score.tags["nll"] for (score,) in scores]
+    assert change.value == pytest.approx(losses[0] - losses[1])
 
 
 def test_one_window_has_no_interval_and_no_star():

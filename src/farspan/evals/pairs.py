@@ -127,5 +127,6 @@ def _read(sample: Mapping[str, Any]) -> tuple[Hashable, _Outcome] | None:
         if not math.isfinite(loss):
             return None
         name = (sample["document"], sample["end"], sample["scored"])
-        return name, _Outcome(loss, sample["scored"], sample["document"])
+        weight = 1.0 if sample.get("mode") == "yarn" else sample["scored"]  # as in its score
+        return name, _Outcome(loss, weight, sample["document"])
     return None

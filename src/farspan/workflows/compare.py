@@ -168,11 +168,20 @@ def _samples(runs: Sequence[Run]) -> dict[str, list[Mapping[str, Any]]]:
 def _own_samples(run: Run) -> list[Mapping[str, Any]]:
     baseline = (run.record.get("vs") or {}).get("model")
     names = {run.record.get("model"), run.name} - {baseline}
-    return [sample for sample in run.samples if sample["model"] in names]
+    return _with_mode(run, [sample for sample in run.samples if sample["model"] in names])
 
 
 def _baseline_samples(run: Run) -> list[Mapping[str, Any]]:
-    return [sample for sample in run.samples if sample["model"] == run.record["vs"]["model"]]
+    baseline = run.record["vs"]["model"]
+    return _with_mode(run, [sample for sample in run.samples if sample["model"] == baseline])
+
+
+def _with_mode(run: Run, samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Windows of perplexity with their mode, which decides about their weights."""
+    mode = (run.record.get("settings") or {}).get("mode")
+    return [
+        {**sample, "mode": mode} if sample["eval"] == "perplexity" else sample for sample in samples
+    ]
 
 
 def _change(
