@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from farspan.evals.scores import bootstrap
 from farspan.report import comparison
 from farspan.report.comparison import ComparedScore
 from farspan.workflows.compare import compare
-from farspan.workflows.evaluate import _write
+from farspan.workflows.evaluate import _write, evaluate
 
 
 def needles(hits: list[int], length: int = 256, tasks=("single", "multi-key")) -> list[dict]:
@@ -257,6 +258,37 @@ def test_the_difference_of_losses_is_that_of_the_reported_ones(mode, tmp_path):
     (change,) = (s.difference for s in compare(result.folder, tmp_path / "t.md").scores[1:])
     losses = [score.tags["nll"] for (score,) in scores]
     assert change.value == pytest.approx(losses[0] - losses[1])
+
+
+@pytest.mark.parametrize(
+    ("hashes", "pairs"),
+    [(["a", "a"], 2), (["a", "b"], None), ([None, "b"], 2), ([None, None], 2)],
+)
+def test_windows_of_other_tokens_are_no_pairs(hashes, pairs, tmp_path):
+    """Another tokenizer can end a block at the same number. Older records have no hash."""
+    window = {"eval": "perplexity", "task": "t", "length": 64, "document": "d", "scored": 64}
+    samples = [{**window, "end": end, "nll": 100.0 + end} for end in (64, 128)]
+    text = Text("t", ("d",), (torch.zeros(128, dtype=torch.int32),), "")
+    scores = tuple(Perplexity((text,), (64,), stride=32).score(samples))
+    folders = []
+    for number, sha256 in enumerate(hashes):
+        folders.append(tmp_path / str(number))
+        result = EvalResult(f"m{number}", "perplexity", scores, folders[-1])
+        settings = {"texts": [{"t": sha256}]} if sha256 else {}
+        _write(result, {f"m{number}": [samples]}, settings)
+    change = compare(folders, tmp_path / "t.md").scores[1].difference
+    assert (change and change.pairs) == pairs
+
+
+@pytest.mark.long
+def test_a_record_has_the_hashes_of_its_texts(tmp_path):
+    settings = {"lengths": 64, "windows": 1, "data": str(Path(__file__))}
+    evaluate("nope-twin", "perplexity", tmp_path / "out", baseline="rope-twin", **settings)
+    first, second = json.loads((tmp_path / "out" / "record.json").read_text())["settings"]["texts"]
+    assert first == second
+    assert [*first] == ["test_compare"]
+    (change,) = (s.difference for s in compare(tmp_path / "out", tmp_path / "t.md").scores[1:])
+    assert change.pairs == 1
 
 
 def test_one_window_has_no_interval_and_no_star():

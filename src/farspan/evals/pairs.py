@@ -39,6 +39,10 @@ class _Outcome:
     value: float
     weight: float = 1.0
     document: Hashable = None
+    text: str | None = None  # the hash of its tokens, if it is known
+
+    def pairs_with(self, other: _Outcome | None) -> bool:
+        return other is not None and (self.text == other.text or None in (self.text, other.text))
 
 
 def paired_differences(
@@ -52,7 +56,8 @@ def paired_differences(
     own, other = _outcomes(samples), _outcomes(reference)
     differences = {}
     for key in own:
-        shared = [name for name in own[key] if name in other.get(key, {})]
+        twins = other.get(key, {})
+        shared = [name for name, outcome in own[key].items() if outcome.pairs_with(twins.get(name))]
         if shared:
             differences[key] = _difference(own[key], other[key], shared, LARGEST.get(key[0]))
     return differences
@@ -128,5 +133,5 @@ def _read(sample: Mapping[str, Any]) -> tuple[Hashable, _Outcome] | None:
             return None
         name = (sample["document"], sample["end"], sample["scored"])
         weight = 1.0 if sample.get("mode") == "yarn" else sample["scored"]  # as in its score
-        return name, _Outcome(loss, weight, sample["document"])
+        return name, _Outcome(loss, weight, sample["document"], sample.get("sha256"))
     return None

@@ -168,19 +168,27 @@ def _samples(runs: Sequence[Run]) -> dict[str, list[Mapping[str, Any]]]:
 def _own_samples(run: Run) -> list[Mapping[str, Any]]:
     baseline = (run.record.get("vs") or {}).get("model")
     names = {run.record.get("model"), run.name} - {baseline}
-    return _with_mode(run, [sample for sample in run.samples if sample["model"] in names])
+    return _with_text(run, 0, [sample for sample in run.samples if sample["model"] in names])
 
 
 def _baseline_samples(run: Run) -> list[Mapping[str, Any]]:
     baseline = run.record["vs"]["model"]
-    return _with_mode(run, [sample for sample in run.samples if sample["model"] == baseline])
+    return _with_text(run, 1, [sample for sample in run.samples if sample["model"] == baseline])
 
 
-def _with_mode(run: Run, samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Windows of perplexity with their mode, which decides about their weights."""
-    mode = (run.record.get("settings") or {}).get("mode")
+def _with_text(run: Run, place: int, samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Windows of perplexity with their mode, which decides about their weights, and the hash of
+    the tokens of their text.
+
+    place: 0 of the model, 1 of the baseline. Records of earlier versions have no hash.
+    """
+    settings = run.record.get("settings") or {}
+    hashes, mode = (settings.get("texts") or [{}, {}])[place], settings.get("mode")
     return [
-        {**sample, "mode": mode} if sample["eval"] == "perplexity" else sample for sample in samples
+        {**sample, "mode": mode, "sha256": hashes.get(sample["task"])}
+        if sample["eval"] == "perplexity"
+        else sample
+        for sample in samples
     ]
 
 

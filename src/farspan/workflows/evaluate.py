@@ -158,6 +158,12 @@ class _Measurement:
     notes: tuple[str, ...]
     begin: BeginOfText
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """The hash of the tokens of each text of perplexity."""
+        measured = [each for each in self.evaluations if isinstance(each, Perplexity)]
+        return {text.name: text.sha256 for each in measured for text in each.texts}
+
     def scores(self, evaluator: _Measurement) -> tuple[Score, ...]:
         """The scores of every evaluation; LongPPL scores the key tokens of the evaluator."""
         scores: list[Score] = []
@@ -296,6 +302,7 @@ class _EvalRun:
                 "device": torch.device(options.get("device") or processes().device).type,
                 "begin_of_text": {each.name: each.begin.to_json() for each in measured},
                 "train_length": model.train_length,
+                "texts": [each.texts for each in measured],
                 **model.plan.to_json(),
             }
             _write(result, {each.name: each.samples for each in measured}, settings)
