@@ -709,6 +709,13 @@ def test_refuses_unavailable_device(monkeypatch, device, has_gpu, advice):
         farspan.load("nope-twin", device=device)
 
 
+@pytest.mark.parametrize("device", ["cuba", "meta"])
+def test_an_evaluation_refuses_a_misspelled_device(device, tmp_path):
+    with pytest.raises(FarspanError, match=f"device '{device}' cannot .*; choose cpu"):
+        farspan.evaluate("nope-twin", "perplexity", tmp_path / "out", device=device)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def infinite_model(tmp_path_factory) -> Path:
     """The bundled NoPE model with an infinite weight."""

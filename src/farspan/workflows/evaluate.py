@@ -48,6 +48,7 @@ from farspan.files import read_json, write_text
 from farspan.loading import (
     LoadOptions,
     base_source,
+    check_device,
     check_source,
     find_patch,
     find_train_length,
@@ -131,6 +132,7 @@ def _load_options(
     device: str | None, device_map: DeviceMap | None, trust_remote_code: bool, progress: Progress
 ) -> LoadOptions:
     check_device_map(device_map, device)
+    check_device(device)
     options = LoadOptions(trust_remote_code=trust_remote_code, progress=progress)
     if device_map is not None:
         return {**options, "device_map": device_map}
