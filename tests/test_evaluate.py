@@ -960,6 +960,14 @@ def test_passkeys_of_one_run_share_a_prefix_cache(tiny, tmp_path, monkeypatch):
     assert len({id(each) for each in caches}) == 2, "one for the model, and one for its base"
 
 
+def test_a_record_has_the_lengths_of_both_models(tiny, tmp_path):
+    options = {"lengths": (256,), "baseline": tiny / "patch"}
+    evaluate(tiny / "none", "passkey", tmp_path / "results", **options)
+    settings = json.loads((tmp_path / "results" / "record.json").read_text())["settings"]
+    assert (settings["train_length"], settings["context"]) == (LENGTH, LENGTH)
+    assert settings["baseline"] == {"train_length": LENGTH, "context": 512}, "as the patch says"
+
+
 def test_a_family_with_other_logits_is_refused(tiny, monkeypatch):
     other = lambda model, ids, count: model(input_ids=ids).logits[:, -count:] + 1  # noqa: E731
     monkeypatch.setattr(eval_models, "last_logits", other)

@@ -100,6 +100,18 @@ def test_the_cost_is_that_of_the_text_that_loses_most():
     assert patch.cost == "+20.0% perplexity on code at 512 (5.00 → 6.00)"
 
 
+def test_a_baseline_has_its_own_train_length():
+    settings = {"train_length": 256, "context": 512}
+    scores = {"scores": perplexities(10.0, 20.0, 20.5)}
+    record = {"command": "eval", "settings": settings, **scores, "vs": {"model": "base", **scores}}
+    *_, base = summaries([("model", record)])
+    assert (base.train_length, base.claimed) == (256, 256), "a record of an earlier version"
+    settings["baseline"] = {"train_length": 1024, "context": 4096}
+    *_, base = summaries([("model", record)])
+    assert (base.train_length, base.claimed) == (1024, 4096)
+    assert base.effective == [Effective("perplexity", 1024, 1024)]
+
+
 def test_runs_of_one_model_are_one_summary():
     base = {"model": "base", "scores": perplexities(10.0, 10.0, 99.0)}
     gates = [{"gate": "a", "holds": True, "told": ""}, {"gate": "b", "holds": False, "told": ""}]

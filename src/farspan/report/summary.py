@@ -75,8 +75,10 @@ def _collect_eval(name: str, record: Record, models: dict[str, ModelSummary]) ->
         summary.cost = summary.cost or _cost(scores, base_scores, length)
         summary.gain = summary.gain or _gain(scores, base_scores, length, summary.claimed)
         if baseline["model"] not in models:
-            base = ModelSummary(baseline["model"], "baseline", length, length)
-            base.effective += effective_by_scores(base_scores, length)
+            # records of earlier versions do not say what the baseline was trained on
+            own = settings.get("baseline") or {"train_length": length, "context": length}
+            base = ModelSummary(baseline["model"], "baseline", own["train_length"], own["context"])
+            base.effective += effective_by_scores(base_scores, base.train_length)
             models[base.name] = base
 
 

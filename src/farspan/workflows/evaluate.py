@@ -154,6 +154,7 @@ class _Measurement:
     name: str
     identity: Mapping[str, str]
     train_length: int | None
+    extended_length: int | None
     plan: EvalPlan
     evaluations: Sequence[Eval]
     samples: list[list[Sample]]  # of each evaluation
@@ -270,6 +271,7 @@ class _EvalRun:
             model.name,
             model.identity,
             model.train_length,
+            model.extended_length,
             plan,
             evaluations,
             samples,
@@ -307,6 +309,9 @@ class _EvalRun:
                 "texts": [each.texts for each in measured],
                 **model.plan.to_json(),
             }
+            if baseline:
+                lengths = {"train_length": baseline.train_length}
+                settings["baseline"] = {**lengths, "context": baseline.extended_length}
             _write(result, {each.name: each.samples for each in measured}, settings)
         processes().wait_for_everyone()
         return result
