@@ -117,6 +117,20 @@ def test_servers_with_and_without_log_probabilities(losses, source, patch):
 
 
 @pytest.mark.long
+def test_continuations_end_where_a_server_ends_them(tmp_path):
+    """Here at the end of a line, which the model often comes to."""
+    model, tokenizer = farspan.load("nope-twin")
+    (line_end,) = tokenizer("\n")["input_ids"]
+    model.generation_config.eos_token_id = line_end
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    server = EngineServer(tokenizer, model.float())
+    result = farspan.check(tmp_path / "model", server.url, length=256)
+    server.close()
+    assert (result.by, result.agreement) == ("greedy continuations", Agreement("equal"))
+
+
+@pytest.mark.long
 def test_llama_cpp_runs_a_gguf_file(patch, tmp_path):
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")

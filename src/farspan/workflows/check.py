@@ -33,7 +33,7 @@ from farspan.evals.agreement import (
     compare_continuations,
     compare_losses,
 )
-from farspan.evals.decoding import generate_tokens
+from farspan.evals.decoding import end_tokens, generate_tokens
 from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.engine_http import is_url
 from farspan.evals.engine_llama import has_llama, serve_gguf
@@ -253,13 +253,13 @@ def model_losses(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
 def _continuations(
     model: PreTrainedModel, tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]
 ) -> list[Continuation]:
-    """Greedy, each up to the first token that rounding could change."""
-    continuations = []
+    """Greedy, each up to the first token that rounding could change, or to the end of the text."""
+    continuations, end_ids = [], end_tokens(model, tokenizer)
     for length in lengths:
         prompt = torch.tensor([ids[:length]])
-        (new,) = generate_tokens(model, prompt, NEW_TOKENS, end_ids=())
+        (new,) = generate_tokens(model, prompt, NEW_TOKENS, end_ids=end_ids)
         reset_dynamic_rope(model)
-        row = torch.cat((prompt, torch.tensor([new])), 1).to(model.device)
+        row = torch.tensor([[*ids[:length], *new]], device=model.device)
         sure = _sure_tokens(last_logits(model, row, len(new) + 1)[0, :-1])
         continuations.append(Continuation(length, tokenizer.decode(new[:sure])))
     return continuations
