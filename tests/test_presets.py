@@ -193,6 +193,21 @@ def test_the_quick_preset_of_eval_changes_only_what_is_not_set():
         EvalConfig(preset="fast")
 
 
+@pytest.mark.parametrize("name", ["windows", "limit", "budget", "stride", "beams", "batch_size"])
+@pytest.mark.parametrize("count", [0, -3])
+def test_counts_of_eval_below_one_are_refused(name, count):
+    """A zero would be replaced by the default."""
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(FarspanError, match=f"^{option} is {count}; use 1 or more"):
+        EvalConfig(**{name: count})
+    assert getattr(EvalConfig(**{name: 1}), name) == 1
+
+
+def test_a_negative_seed_of_eval_is_refused():
+    with pytest.raises(FarspanError, match="^--seed is -1; use 0 or more"):
+        EvalConfig(seed=-1)
+
+
 def test_the_quick_preset_of_eval_is_the_documented_one():
     page = (Path(__file__).parent.parent / "docs" / "eval.md").read_text()
     (row,) = re.findall(r"^\| `quick` \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)

@@ -80,8 +80,11 @@ class EvalConfig:
                 f"longppl compares the same tokens at two lengths, and mode {self.mode} scores "
                 "others at each; choose --mode same"
             )
-        if self.batch_size is not None and self.batch_size < 1:
-            raise FarspanError(f"--batch-size is {self.batch_size}; use 1 or more")
+        for name in ("stride", "budget", "windows", "beams", "limit", "batch_size"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise FarspanError(f"{SUITE_SETTINGS[name]} is {count}; use 1 or more")
+        if self.seed < 0:
+            raise FarspanError(f"--seed is {self.seed}; use 0 or more")
         if self.system_instruction is not None and not self.apply_chat_template:
             raise FarspanError("--system-instruction is part of a chat; add --apply-chat-template")
 
