@@ -15,7 +15,7 @@ import farspan
 from families import FAMILIES
 from farspan import cli, gguf_reading
 from farspan.data.tokens import train_tokenizer
-from farspan.errors import CorruptError
+from farspan.errors import CorruptError, FarspanError
 from farspan.formats.gguf import write_gguf
 from farspan.gguf_loading import load_gguf_config
 from farspan.train.metadata import stated_begin_of_text
@@ -38,8 +38,10 @@ def original(tmp_path_factory) -> Path:
     return file
 
 
-def rewrite(original: Path, file: Path, kind=None, names=None, fields=None) -> Path:
+def rewrite(original: Path, file: Path, kind=None, names=None, fields=None, more=None) -> Path:
     """A copy with matrices of another quantization, tensors of other names, or other fields.
+
+    more: tensors that are added.
 
     names, fields: old name -> new name or value; None leaves it out.
     """
@@ -48,7 +50,11 @@ def rewrite(original: Path, file: Path, kind=None, names=None, fields=None) -> P
     old = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     values = {key: (field.contents(), field.types) for key, field in old.items()}
     del values["general.architecture"]
-    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+    }
     values |= {key: (value, [kinds.get(type(value))]) for key, value in (fields or {}).items()}
     for key, (value, types) in values.items():
         if value is not None:
@@ -60,6 +66,8 @@ def rewrite(original: Path, file: Path, kind=None, names=None, fields=None) -> P
             writer.add_tensor(name, gguf.quants.quantize(tensor.data, kind), raw_dtype=kind)
         elif name:
             writer.add_tensor(name, np.array(tensor.data))
+    for name, data in (more or {}).items():
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,6 +157,31 @@ def test_refuses_a_short_file_with_an_endless_array(kind, order, tmp_path):
     array = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind], 1 << 60
     file.write_bytes(head + struct.pack(f"{order}IIQ", *array) + b"\0" * 40)
     with pytest.raises(CorruptError, match="is damaged or no GGUF file"):
+        farspan.inspect(file)
+
+
+@pytest.mark.parametrize("name", ["rope_freqs", "rope_factors_long", "rope_factors_short"])
+@pytest.mark.parametrize("value", [1.0, 8.0])
+def test_refuses_factors_of_frequencies_but_those_of_one(name, value, original, tmp_path):
+    """Llama 3.1 has its scaling as rope_freqs.weight, without a key in the metadata."""
+    factors = {f"{name}.weight": np.array([1, 1, 1, value], dtype=np.float32)}
+    file = rewrite(original, tmp_path / "model.gguf", more=factors)
+    if value == 1:
+        assert farspan.load(file).model.config.rope_parameters["rope_type"] == "default"
+        return
+    for command in (farspan.load, farspan.inspect):
+        with pytest.raises(FarspanError, match=f"scales its rotation .by its tensor {name}.weight"):
+            command(file)
+
+
+@pytest.mark.parametrize("value", [1.0, 4.0])
+def test_refuses_the_linear_scaling_of_old_files(value, original, tmp_path):
+    fields = {"llama.rope.scale_linear": value}
+    file = rewrite(original, tmp_path / "model.gguf", fields=fields)
+    if value == 1:
+        farspan.inspect(file)
+        return
+    with pytest.raises(FarspanError, match="scales its rotation .linear, by 4"):
         farspan.inspect(file)
 
 

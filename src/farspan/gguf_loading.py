@@ -24,6 +24,8 @@ from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.progress import Progress
 
 USE_CHECKPOINT = "load the checkpoint that it was converted from"
+# A factor for each frequency of the rotation, as Llama 3.1 and Phi 3 have them.
+FREQUENCY_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -102,13 +104,12 @@ def check_gguf(file: Path) -> Any:
     if not file.is_file():
         raise MissingModelError(f"{file} does not exist; check the path")
     header = read_header(file)
+    if (scaling := _rope_scaling(header)) is not None:
+        raise FarspanError(
+            f"{file.name} scales its rotation ({scaling}), and transformers would ignore that; "
+            f"{USE_CHECKPOINT}"
+        )
     for key, field in header.fields.items():
-        scales_rope = key.endswith(".rope.scaling.type") and field.contents() != "none"
-        if scales_rope and not key.startswith("gpt-oss."):
-            raise FarspanError(
-                f"{file.name} scales its rotation ({field.contents()}), and transformers would "
-                f"ignore that; {USE_CHECKPOINT}"
-            )
         if key.endswith(".block_count"):
             _check_layer_count(file, field.contents(), [tensor.name for tensor in header.tensors])
     rotation = header.fields.get("granite.rope.scaling.finetuned")
@@ -118,6 +119,22 @@ def check_gguf(file: Path) -> Any:
             f"transformers does not; {USE_CHECKPOINT}"
         )
     return header
+
+
+def _rope_scaling(header: Any) -> str | None:
+    """The scaling of the rotation that transformers would ignore; None without one."""
+    for key, field in header.fields.items():
+        scaled = key.endswith(".rope.scaling.type") and field.contents() != "none"
+        if scaled and not key.startswith("gpt-oss."):
+            return str(field.contents())
+        if key.endswith(".rope.scale_linear") and field.contents() != 1:  # of old files
+            return f"linear, by {field.contents():g}"
+    if any(key.startswith("gemma4.") for key in header.fields):
+        return None  # its factors stand for rotation in part, which is in transformers' config
+    for tensor in header.tensors:
+        if tensor.name in FREQUENCY_FACTORS and (tensor.data != 1).any():
+            return f"by its tensor {tensor.name}"
+    return None
 
 
 def _check_layer_count(file: Path, layers: int, names: list[str]) -> None:
