@@ -185,6 +185,26 @@ def test_refuses_the_linear_scaling_of_old_files(value, original, tmp_path):
         farspan.inspect(file)
 
 
+@pytest.mark.parametrize("base", [1e4, 999999.4420358813])
+def test_refuses_a_base_of_rotation_that_transformers_does_not_read(base, tmp_path):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "starcoder2")
+    for name in ("block_count", "embedding_length", "attention.head_count"):
+        writer.add_uint32(f"starcoder2.{name}", 1)
+    writer.add_float32("starcoder2.rope.freq_base", base)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((1, 1), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if base == 1e4:
+        assert load_gguf_config(file).rope_parameters["rope_theta"] == base
+        return
+    with pytest.raises(FarspanError, match="base 999,999, and transformers would use 10,000"):
+        load_gguf_config(file)
+
+
 @pytest.mark.parametrize("count", [0, 3, 1 << 31])
 def test_refuses_a_layer_count_that_the_tensors_do_not_fit(count, original, tmp_path):
     file = rewrite(original, tmp_path / "model.gguf", fields={"llama.block_count": count})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,28 @@ def load_gguf_config(file: Path) -> PreTrainedConfig:
     """The config in the header of a llama.cpp model."""
     header = without_vocabulary(check_gguf(file))
     with quiet(), readable(file, USE_CHECKPOINT), fast_gguf(file, header):
-        return _read_gguf_config(file)
+        return _read_gguf_config(file, header)
 
 
-def _read_gguf_config(file: Path) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+def _read_gguf_config(file: Path, header: Any) -> PreTrainedConfig:
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    _check_rope_base(file, header, config)
+    return config
+
+
+def _check_rope_base(file: Path, header: Any, config: PreTrainedConfig) -> None:
+    """Refuse a base of the rotation that transformers does not read, as that of Starcoder 2."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    bases = [kind["rope_theta"] for kind in kinds if "rope_theta" in kind]
+    for key, field in header.fields.items():
+        if not key.endswith(".rope.freq_base") or not bases:
+            continue
+        if not any(math.isclose(field.contents(), base, rel_tol=1e-6) for base in bases):
+            raise FarspanError(
+                f"{file.name} rotates with base {field.contents():,.0f}, and transformers would "
+                f"use {bases[0]:,.0f}; {USE_CHECKPOINT}"
+            )
 
 
 def load_gguf(
@@ -53,7 +71,7 @@ def load_gguf(
         with fast_gguf(file, without_vocabulary(header), progress):
             model, report = AutoModelForCausalLM.from_pretrained(
                 file.parent,
-                config=_read_gguf_config(file),
+                config=_read_gguf_config(file, header),
                 trust_remote_code=False,  # of files beside this one
                 gguf_file=file.name,
                 dtype=dtype or dequantized_dtype(device),
