@@ -205,6 +205,13 @@ def test_refuses_a_base_of_rotation_that_transformers_does_not_read(base, tmp_pa
         load_gguf_config(file)
 
 
+def test_refuses_biases_that_the_model_has_no_place_for(original, tmp_path):
+    biases = {"blk.0.attn_q.bias": np.ones(64, dtype=np.float32)}
+    file = rewrite(original, tmp_path / "model.gguf", more=biases)
+    with pytest.raises(FarspanError, match="has 1 biases, first 'blk.0.attn_q.bias'"):
+        farspan.load(file)
+
+
 @pytest.mark.parametrize("count", [0, 3, 1 << 31])
 def test_refuses_a_layer_count_that_the_tensors_do_not_fit(count, original, tmp_path):
     file = rewrite(original, tmp_path / "model.gguf", fields={"llama.block_count": count})

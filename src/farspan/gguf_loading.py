@@ -79,9 +79,23 @@ def load_gguf(
                 output_loading_info=True,
             )
         check_report(file, model, report)
+        _check_biases(file, model, header)
         _forget_quantizer(model)
         tokenizer = _read_tokenizer(file, header)
     return model.to(device).eval() if device else model.eval(), tokenizer
+
+
+def _check_biases(file: Path, model: PreTrainedModel, header: Any) -> None:
+    """Refuse biases of an architecture that transformers builds without them.
+
+    llama.cpp adds those of a llama wherever a file has some; transformers would leave them out.
+    """
+    biases = [tensor.name for tensor in header.tensors if tensor.name.endswith(".bias")]
+    if biases and not any(name.endswith("bias") for name in model.state_dict()):
+        raise FarspanError(
+            f"{file.name} has {len(biases)} biases, first {biases[0]!r}, and transformers would "
+            f"leave them out; {USE_CHECKPOINT}"
+        )
 
 
 def _forget_quantizer(model: PreTrainedModel) -> None:
