@@ -16,8 +16,11 @@ from families import FAMILIES
 from farspan import cli, gguf_reading
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import CorruptError, FarspanError
+from farspan.formats import gguf as formats_gguf
 from farspan.formats.gguf import write_gguf
+from farspan.formats.stock import to_stock
 from farspan.gguf_loading import load_gguf_config
+from farspan.loading import load_tokenizer
 from farspan.train.metadata import stated_begin_of_text
 from farspan.workflows import inspect as inspect_module
 
@@ -248,6 +251,20 @@ def test_the_config_needs_no_vocabulary(original, tmp_path, monkeypatch):
     assert "tokenizer.ggml.merges" in header.fields
     assert "tokenizer.ggml.merges" not in short.fields
     assert load_gguf_config(file).vocab_size == 300
+
+
+def test_the_tokenizer_splits_digits_as_the_file_says(tmp_path):
+    """Spaces and line breaks before a number are words without it, in SmolLM2 as in ours."""
+    text = "a\n\n12 b   34\n    5 = 6"
+    original = farspan.load("rope-twin")
+    write_gguf(to_stock(original.model)[0], original.tokenizer, tmp_path / "model.gguf")
+    loaded = load_tokenizer(tmp_path / "model.gguf")
+    loaded.save_pretrained(tmp_path / "saved")
+    ids = original.tokenizer(text)["input_ids"]
+    for tokenizer in (loaded, load_tokenizer(tmp_path / "saved")):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        assert tokenizer.decode(ids) == text
+    assert formats_gguf._tokenizer_rules(loaded)[1] == ("Digits", "ByteLevel"), "written as it was"
 
 
 @pytest.mark.parametrize("adds", [True, False, None])

@@ -27,6 +27,9 @@ from farspan.progress import Progress
 USE_CHECKPOINT = "load the checkpoint that it was converted from"
 # A factor for each frequency of the rotation, as Llama 3.1 and Phi 3 have them.
 FREQUENCY_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+PRE_TOKENIZER = "tokenizer.ggml.pre"
+# llama.cpp's names for GPT-2's pre-tokenizer with single digits.
+SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -117,9 +120,23 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 def _read_tokenizer(file: Path, header: Any) -> PreTrainedTokenizerBase:
     with fast_gguf(file, header):
         tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
+    if (rules := header.fields.get(PRE_TOKENIZER)) and rules.contents() in SINGLE_DIGITS:
+        _split_digits(tokenizer)
     if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
         add_begin_of_text(tokenizer, bool(adds.contents()))
     return tokenizer
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """Make every digit a word of its own; transformers splits as GPT-2 does, " 12" as one word."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
 
 
 def dequantized_dtype(device: str | torch.device | None) -> torch.dtype:
