@@ -20,6 +20,7 @@ from farspan.attention.scales import Scales
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import read_documents
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals.suites import EvalConfig
 from farspan.files import write_manifest
 from farspan.loading import load_config
 from farspan.workflows.attention_analysis import compare_attention
@@ -714,6 +715,30 @@ def test_an_evaluation_refuses_a_misspelled_device(device, tmp_path):
     with pytest.raises(FarspanError, match=f"device '{device}' cannot .*; choose cpu"):
         farspan.evaluate("nope-twin", "perplexity", tmp_path / "out", device=device)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_extension_refuses_a_misspelled_device(tmp_path):
+    with pytest.raises(FarspanError, match="device 'cuba' cannot .*; choose cpu"):
+        farspan.extend("nope-twin", to=1024, out=tmp_path / "out", device="cuba")
+
+
+@pytest.mark.parametrize(
+    ("suite", "tasks", "message"),
+    [
+        ("needle", "single,multikey", "needle has no task 'multikey'; did you mean multi-key"),
+        ("ruler", ["vt", "cwee"], "ruler has no task 'cwee'; did you mean cwe"),
+        ("commonsense", "piqaa", "commonsense has no task 'piqaa'; did you mean piqa"),
+    ],
+)
+def test_an_unknown_task_is_refused_before_the_model_is_loaded(suite, tasks, message, monkeypatch):
+    monkeypatch.setattr("farspan.workflows.evaluate.load_eval_model", None)
+    with pytest.raises(FarspanError, match=message):
+        farspan.evaluate("nope-twin", suite, tasks=tasks, lengths=["1k"])
+
+
+def test_tasks_may_be_text_as_on_the_command_line():
+    assert EvalConfig(tasks="vt, cwe,").tasks == EvalConfig(tasks=["vt", "cwe"]).tasks
+    assert EvalConfig(tasks="").tasks == ()
 
 
 @pytest.fixture(scope="module")

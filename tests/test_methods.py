@@ -377,6 +377,15 @@ def test_weights_are_tuned_on_windows_that_the_factor_reaches(monkeypatch):
     assert lengths == {TARGET}
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 5), (20, 20), (50, 20), (0, 20)])
+def test_the_learning_rate_is_reached_however_few_the_steps(steps, warmup, monkeypatch):
+    plans = []
+    monkeypatch.setattr(tuning_module, "train_weights", lambda *parts: plans.append(parts[-1]))
+    model = BY_NAME["farspan-rope"].build()
+    tuning_module.tune_weights(model, job_for(model), "drope", TuningConfig(steps=steps))
+    assert plans[0].optimization.warmup == warmup
+
+
 @pytest.mark.parametrize(("processes", "batch"), [(1, 8), (4, 8), (6, 12), (9, 9)])
 def test_processes_share_a_default_batch_evenly(processes, batch, monkeypatch):
     state = SimpleNamespace(num_processes=processes, process_index=0)

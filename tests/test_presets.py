@@ -28,6 +28,7 @@ from farspan.methods.registry import (
     check_compatible,
     recommended_method,
 )
+from farspan.methods.swan import SwanConfig, measures_layers
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import COARSE, STEP
 from farspan.report import style
@@ -123,6 +124,39 @@ def test_stages_count_the_work_of_every_method(monkeypatch):
     ]
     for name in METHODS:
         assert extension_stages(speed, job, FEW, [name], False)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "settings", "stages"),
+    [
+        ("swan", {}, ["measure layers", "distill", "sharpen"]),
+        ("swan", {"layers": "even"}, ["distill", "sharpen"]),
+        ("swan", {"global_share": 1.0}, ["distill", "sharpen"]),
+        ("swan+headlog", {}, ["measure layers", "distill", "headlog lr"]),
+    ],
+)
+def test_a_conversion_is_estimated_by_the_stages_that_run(candidate, settings, stages, monkeypatch):
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    model = BY_NAME["farspan-rope"].build()
+    speed = Speed(ForwardSpeed(model, probe(model), 1.0, 8), 3.0)
+    config = replace(FEW, search=replace(QUICK, steps=4), swan=SwanConfig(**settings))
+    estimated = extension_stages(speed, job_for(model), config, [candidate], False)
+    assert [stage.name for stage in estimated[1:-2]] == stages
+
+
+def test_layers_of_a_model_with_windows_are_not_measured():
+    first, *others = probe(BY_NAME["farspan-rope"].build())
+    assert measures_layers([first, *others], SwanConfig())
+    assert not measures_layers([replace(first, window=8), *others], SwanConfig())
+
+
+def test_the_steps_of_tune_are_not_those_of_continued_training(monkeypatch):
+    monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
+    model = BY_NAME["farspan-rope"].build()
+    speed = Speed(ForwardSpeed(model, probe(model), 1.0, 8), 3.0)
+    config = replace(FEW, tune="raw", tuning=TuningConfig(batch=1))
+    stages = extension_stages(speed, job_for(model), config, ["yarn+continue"], False)
+    assert [stage.seconds for stage in stages[1:3]] == [3 * 1000, 3 * 200]
 
 
 @pytest.mark.parametrize(

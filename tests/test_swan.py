@@ -17,6 +17,7 @@ from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.data import recall
 from farspan.errors import FarspanError
+from farspan.methods import job as job_module
 from farspan.methods import swan as swan_module
 from farspan.methods import tuning as tuning_module
 from farspan.methods.job import FitJob
@@ -412,6 +413,17 @@ def test_invalid_settings_are_refused_by_name(settings, message):
 def test_negative_tuning_settings_are_refused_by_name(name):
     with pytest.raises(FarspanError, match=f"tuning.{name} is -1; choose 0 or more"):
         TuningConfig(**{name: -1})
+
+
+def test_windows_of_one_token_are_refused():
+    with pytest.raises(FarspanError, match="tuning.length is 1, and one token predicts nothing"):
+        TuningConfig(length=1)
+
+
+def test_three_processes_share_the_default_batch(monkeypatch):
+    monkeypatch.setattr(job_module, "processes", lambda: SimpleNamespace(num_processes=3))
+    plan = DistillPlan.make(SwanConfig(), TuningConfig(), 2048)
+    assert (plan.batch, plan.micro_batch) == (33, 11)
 
 
 def test_shares_of_exactly_1_are_accepted():

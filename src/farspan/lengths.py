@@ -9,7 +9,7 @@ from farspan.errors import FarspanError
 MAX_EXAMPLE_LENGTH = 10_000
 
 
-def parse_lengths(text: str | int | Iterable[int]) -> list[int]:
+def parse_lengths(text: str | int | Iterable[int | str]) -> list[int]:
     """Lengths and ranges, separated by commas; a range is doubled up to its end.
 
     `512,1024` -> [512, 1024]; `512:4096` -> [512, 1024, 2048, 4096]; `16k` -> [16384]. Numbers are
@@ -18,7 +18,7 @@ def parse_lengths(text: str | int | Iterable[int]) -> list[int]:
     if isinstance(text, int):
         return [text]
     if not isinstance(text, str):
-        return list(text)
+        return [length for part in text for length in parse_lengths(part)]
     lengths: list[int] = []
     for part in text.split(","):
         low, colon, high = part.partition(":")

@@ -323,7 +323,7 @@ def eval_command(
             windows=windows,
             beams=beams,
             limit=limit,
-            tasks=[task.strip() for task in tasks.split(",")] if tasks else (),
+            tasks=tasks,
             apply_chat_template=apply_chat_template,
             system_instruction=system_instruction,
             threshold=threshold,

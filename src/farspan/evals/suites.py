@@ -53,7 +53,7 @@ class EvalConfig:
     windows: int | None = None  # of perplexity: score only so many random windows
     beams: int | None = None  # of LongBench; 1 is greedy decoding
     limit: int | None = None  # samples of each task, except perplexity and passkeys
-    tasks: Sequence[str] = ()  # of needle, RULER and commonsense; default: all that have data
+    tasks: Sequence[str] = ()  # of needle, RULER, commonsense; or "vt,cwe"; default: all with data
     apply_chat_template: bool = False  # of RULER: prompts as messages to a chat model
     system_instruction: str | None = None  # of RULER: the system message of the chat
     threshold: float | None = None  # of RULER: the score of an effective length; default 85.6
@@ -67,7 +67,8 @@ class EvalConfig:
             raise FarspanError(
                 f"preset {self.preset!r} is unknown; {suggest(self.preset, PRESETS)}"
             )
-        object.__setattr__(self, "tasks", tuple(self.tasks))
+        tasks = self.tasks.split(",") if isinstance(self.tasks, str) else self.tasks
+        object.__setattr__(self, "tasks", tuple(task.strip() for task in tasks if task.strip()))
         object.__setattr__(self, "lengths", tuple(parse_lengths(self.lengths)))
         if self.mode is not None and self.mode not in MODES:
             hint = suggest(self.mode, MODES)
@@ -180,6 +181,7 @@ class Suite:
     texts: tuple[str, ...] | None = None  # names that --data takes; None: any, for perplexity
     required: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()  # of SUITE_SETTINGS, those that it uses
+    tasks: tuple[str, ...] = ()  # that --tasks takes
     reach: int = 2  # train lengths that the default lengths go up to
     perplexity_only: bool = False  # requested lengths are those of perplexity alone
 
@@ -350,12 +352,18 @@ SUITES = {
     ),
     "perplexity": Suite((_perplexity(None),), settings=PERPLEXITY_SETTINGS),
     "passkey": Suite((_passkey(10, 10),), texts=()),
-    "needle": Suite((_needle,), texts=("haystack",), settings=("limit", "tasks", "batch_size")),
+    "needle": Suite(
+        (_needle,),
+        texts=("haystack",),
+        settings=("limit", "tasks", "batch_size"),
+        tasks=NEEDLE_TASKS,
+    ),
     "nonliteral": Suite((_nonliteral,), texts=("haystack",), settings=("limit", "batch_size")),
     "ruler": Suite(
         (_ruler,),
         texts=("haystack", *QA_FILES.values()),
         settings=("limit", "tasks", "batch_size", *RULER_SETTINGS),
+        tasks=RULER_TASKS,
     ),
     "longbench": Suite(
         (_longbench(1),),
@@ -363,7 +371,12 @@ SUITES = {
         required=("longbench",),
         settings=("beams", "limit", "batch_size"),
     ),
-    "commonsense": Suite((_commonsense,), texts=("commonsense",), settings=("limit", "tasks")),
+    "commonsense": Suite(
+        (_commonsense,),
+        texts=("commonsense",),
+        settings=("limit", "tasks"),
+        tasks=tuple(COMMONSENSE_TASKS),
+    ),
 }
 
 
@@ -374,7 +387,7 @@ def find_suite(name: str) -> Suite:
 
 
 def check_unused_settings(name: str, config: EvalConfig) -> None:
-    """Refuse a setting that the suite does not use."""
+    """Refuse a setting that the suite does not use, and a task that it does not have."""
     for setting, option in SUITE_SETTINGS.items():
         value = getattr(config, setting)
         if value != getattr(EvalConfig, setting) and setting not in SUITES[name].settings:
@@ -384,6 +397,9 @@ def check_unused_settings(name: str, config: EvalConfig) -> None:
                 f"suite {name} does not use {option}{shown}; remove it, or choose a suite that "
                 f"does: {users}"
             )
+    for task in config.tasks:
+        if task not in (tasks := SUITES[name].tasks):
+            raise FarspanError(f"{name} has no task {task!r}; {suggest(task, tasks)}")
 
 
 def named_texts(

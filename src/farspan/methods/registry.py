@@ -408,6 +408,13 @@ def start_from(patch: Patch, job: FitJob, source: str) -> FitJob:
     return replace(job, model=patch.model, start=patch.scales, start_name=name)
 
 
+def joint_settings(names: Sequence[str], config: ExtendConfig) -> ExtendConfig:
+    """The settings of methods that are fitted one after the other."""
+    if set(names) & set(SCALE_METHODS):  # it sharpens the global layers instead of swan
+        return replace(config, swan=replace(config.swan, sharpen=False))
+    return config
+
+
 def fit_methods(
     model: PreTrainedModel,
     layers: Sequence[Layer],
@@ -424,8 +431,7 @@ def fit_methods(
     if names == ["auto"]:
         best, notes = _fit_best(model, layers, job, config)
         return _apply_after(model, start, best), notes
-    if set(names) & set(SCALE_METHODS):  # it sharpens the global layers instead of swan
-        config = replace(config, swan=replace(config.swan, sharpen=False))
+    config = joint_settings(names, config)
     combined = start
     for name in names:
         part = METHODS[name](model, job, config)

@@ -40,6 +40,7 @@ from farspan.methods.job import (
     FitJob,
     largest_micro_batch,
     loss_margin,
+    shared_batch,
     split_batch,
 )
 from farspan.methods.layer_costs import (
@@ -199,7 +200,8 @@ class DistillPlan:
     def make(cls, config: SwanConfig, tuning: TuningConfig, train_length: int) -> DistillPlan:
         length = config.length_for(train_length)
         micro_batch = tuning.micro_batch or max(1, MICRO_BATCH_TOKENS // length)
-        batch = tuning.batch or micro_batch * max(1, BATCH_TOKENS // (micro_batch * length))
+        batch = micro_batch * max(1, BATCH_TOKENS // (micro_batch * length))
+        batch = tuning.batch or shared_batch(batch)
         if not tuning.micro_batch:
             micro_batch = largest_micro_batch(batch, length)
         micro_batch = min(batch, micro_batch)
@@ -332,7 +334,7 @@ def _choose_layout(
             f"{config.global_share:g} none gets a window, so nothing would change; choose a "
             "smaller share"
         )
-    if config.layers == "even" or count == len(layers):
+    if not measures_layers(layers, config):
         chosen = even_layers(indices, count)
         job.details["choice"] = (
             f"{_layers_are(chosen)} global, {count} of {len(layers)} layers at equal distances"
@@ -529,6 +531,13 @@ def planned_layers(layers: Sequence[Layer], config: SwanConfig, train_length: in
     if any(layer.window for layer in layers):  # its windows stay
         return list(layers)
     return [layer if layer.index in chosen else replace(layer, window=window) for layer in layers]
+
+
+def measures_layers(layers: Sequence[Layer], config: SwanConfig) -> bool:
+    """Whether the global layers are chosen by measuring; windows of the model's own stay."""
+    if config.layers == "even" or any(layer.window is not None for layer in layers):
+        return False
+    return _global_count(layers, config) < len(layers)
 
 
 def _global_count(layers: Sequence[Layer], config: SwanConfig) -> int:

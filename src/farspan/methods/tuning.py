@@ -42,6 +42,11 @@ class TuningConfig:
         for name in ("steps", "batch", "micro_batch", "lr", "warmup", "rank", "length"):
             if getattr(self, name) < 0:
                 raise FarspanError(f"tuning.{name} is {getattr(self, name)}; choose 0 or more")
+        if self.length == 1:
+            raise FarspanError(
+                "tuning.length is 1, and one token predicts nothing; choose 2 or more, or 0 for "
+                "the target"
+            )
         if self.save_every < 1:
             raise FarspanError(f"tuning.save_every is {self.save_every}; choose 1 or more")
 
@@ -64,18 +69,18 @@ def tune_weights(
     model: PreTrainedModel, job: FitJob, name: str, tuning: TuningConfig
 ) -> dict[str, Tensor]:
     """The model's weights after training on the next token of the search windows."""
-    batch = tuning.batch or shared_batch(BATCH)
+    steps, batch = tuning.steps or FAIR_STEPS, tuning.batch or shared_batch(BATCH)
     micro_batch = tuning.micro_batch or largest_micro_batch(batch, job.search.shape[1])
     plan = WeightTraining(
         LossModule(model),
         job.batches(batch, micro_batch, model.device),
         tokens=batch * (job.search.shape[1] - 1),
-        steps=tuning.steps or FAIR_STEPS,
+        steps=steps,
         optimization=OptimizerConfig(
             "adamw",
             lr=tuning.lr or LEARNING_RATE,
             weight_decay=0.0,
-            warmup=tuning.warmup,
+            warmup=min(tuning.warmup, steps),
             schedule="cosine",
             floor=0.1,
         ),

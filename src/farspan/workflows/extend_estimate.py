@@ -13,7 +13,12 @@ from farspan.attention.probe import Layer
 from farspan.lengths import doublings
 from farspan.methods.headscale import VALIDATED, ScaledModel
 from farspan.methods.job import FitJob, grid_size
-from farspan.methods.registry import SCALE_METHODS, TUNING_STEPS, ExtendConfig
+from farspan.methods.registry import (
+    SCALE_METHODS,
+    TUNING_STEPS,
+    ExtendConfig,
+    joint_settings,
+)
 from farspan.methods.rope import FACTORS, ROPE_SCALINGS
 from farspan.methods.schedules import SCHEDULES
 from farspan.methods.swan import (
@@ -21,6 +26,7 @@ from farspan.methods.swan import (
     DistillPlan,
     distillation_flops,
     long_flops,
+    measures_layers,
     planned_layers,
 )
 from farspan.methods.tuning import BATCH, FAIR_STEPS
@@ -77,8 +83,8 @@ def extension_stages(
     for length in lengths:  # prompts share their beginning
         measure += config.passkeys * PASSKEY_DEPTHS * speed.forward.of(length) / 2
     stages = [Stage("measure before", measure)]
-    for name in (part for candidate in candidates for part in candidate.split("+")):
-        stages += method_stages(name, speed, job, config, choose)
+    for candidate in candidates:
+        stages += candidate_stages(candidate, speed, job, config, choose)
     if is_auto:
         stages.append(Stage("compare", len(candidates) * choose))
     return [
@@ -112,6 +118,15 @@ def distillation_cost(
     return DistillCost(plan.tokens + long.tokens, plan.steps, flops, long.steps, more)
 
 
+def candidate_stages(
+    candidate: str, speed: Speed, job: FitJob, config: ExtendConfig, choose: float
+) -> Iterator[Stage]:
+    """The stages of fitting a method, or several joined with +."""
+    names = candidate.split("+")
+    for name in names:
+        yield from method_stages(name, speed, job, joint_settings(names, config), choose)
+
+
 def method_stages(
     name: str, speed: Speed, job: FitJob, config: ExtendConfig, choose: float
 ) -> Iterator[Stage]:
@@ -136,7 +151,8 @@ def method_stages(
         distilling = distillation_cost(model, layers, job, config)
         length = config.swan.length_for(job.train_length)
         passes = config.swan.measured_rows * speed.forward.of(length)
-        yield Stage("measure layers", 2 * len(layers) * passes)
+        if measures_layers(layers, config.swan):
+            yield Stage("measure layers", 2 * len(layers) * passes)
         yield Stage("distill", distilling.flops / speed.forward.rate, distilling.steps)
         if distilling.long_steps:
             seconds = distilling.long_flops / speed.forward.rate
@@ -146,7 +162,8 @@ def method_stages(
     elif name in ROPE_SCALINGS and not config.tune:
         yield Stage(name, len(FACTORS) * choose, len(FACTORS))
     else:  # all weights are trained
-        steps = config.tuning.steps or TUNING_STEPS[config.tune] or FAIR_STEPS
+        of_tune = TUNING_STEPS[config.tune] if name in ROPE_SCALINGS else None
+        steps = config.tuning.steps or of_tune or FAIR_STEPS
         batch = config.tuning.batch or BATCH
         windows = {"drope": job.train_length, "continue": config.tuning.length or job.target}
         window = speed.forward.of(windows.get(name, job.search.shape[1]))

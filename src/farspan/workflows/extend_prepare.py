@@ -20,7 +20,13 @@ from farspan.data.documents import read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError, first_line
-from farspan.loading import base_source, find_patch, load_with_tokenizer, upcast_small_model
+from farspan.loading import (
+    base_source,
+    check_device,
+    find_patch,
+    load_with_tokenizer,
+    upcast_small_model,
+)
 from farspan.methods.headscale import check_init
 from farspan.methods.job import FitJob
 from farspan.methods.presets import choose_preset, preset_config
@@ -110,6 +116,7 @@ def make_run(
 ) -> ExtendRun:
     check_choice(bos)
     check_device_map(device_map, device)
+    check_device(device)
     names, device = parse_methods(method), device or str(processes().device)
     preset = choose_preset(preset, recipe, device)
     default = preset_config(preset)

@@ -19,7 +19,7 @@ from farspan.methods.registry import make_fit_job, search_windows
 from farspan.methods.uniform import STEP
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Stage
-from farspan.workflows.extend_estimate import PASSKEY_DEPTHS, Speed, method_stages
+from farspan.workflows.extend_estimate import PASSKEY_DEPTHS, Speed, candidate_stages
 from farspan.workflows.pretrain import read_recipe
 from farspan.workflows.reproduce_study import GridCell, ReproduceStudy, StudyCell, method_config
 
@@ -100,14 +100,13 @@ def _cell_seconds(
         yield study.passkeys * PASSKEY_DEPTHS * speed.forward.of(prompt) / 2
     if cell.method == "none":
         return
-    target, names = length * cell.factor, _method(cell).split("+")
+    target, method = length * cell.factor, _method(cell)
     config = method_config(study.extension_for(cell.factor), cell.method)
-    window, _ = search_windows(names, config, target, length)
+    window, _ = search_windows(method.split("+"), config, target, length)
     job = replace(job, target=target, search=_ids(speed.forward.model, window))
     choose = config.choose_windows * speed.forward.of(target)
-    for name in names:
-        for stage in method_stages(name, speed, job, config, choose):
-            yield stage.seconds
+    for stage in candidate_stages(method, speed, job, config, choose):
+        yield stage.seconds
 
 
 def _grid_seconds(study: ReproduceStudy, speed: Speed, length: int) -> float:
