@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from farspan.data import mixture as mixture_module
 from farspan.data import passkey, recall, shards, tokens
 from farspan.data.documents import Document, read_documents
+from farspan.data.jsonlines import read_rows
 from farspan.data.mixture import Mixture, Source
 from farspan.data.passkey import PasskeyDocuments
 from farspan.data.shards import open_shards, pack
@@ -34,6 +35,7 @@ from farspan.data.tokens import END, fingerprint, read_tokenizer, train_tokenize
 from farspan.errors import CorruptError, FarspanError
 from farspan.train import corpus
 from farspan.train.corpus import DataConfig
+from farspan.workflows.generate import read_prompt
 
 TEXT = next(read_documents("python-docs")).text[:60_000]
 CORPUS = [
@@ -870,3 +872,13 @@ def test_facts_have_no_numbers_of_as_many_digits_as_passkeys_and_needles():
     rng = np.random.default_rng(0)
     values = " ".join(recall._value(rng) for _ in range(3000)).split()
     assert {len(value) for value in values if value.isdigit()} == {2, 3, 4, 6, 8}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    """Some editors put one first; a model would read it as a token."""
+    text, lines = tmp_path / "text.txt", tmp_path / "lines.jsonl"
+    text.write_text("words", encoding="utf-8-sig")
+    lines.write_text('{"text": "words"}', encoding="utf-8-sig")
+    assert [document.text for document in read_documents(tmp_path)] == ["words", "words"]
+    assert read_prompt(text) == "words"
+    assert list(read_rows(lines)) == [(1, {"text": "words"})]

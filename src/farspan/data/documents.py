@@ -108,7 +108,7 @@ def _read_file(path: Path) -> Iterator[Document]:
 
 def _decode(path: Path, raw: bytes) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")  # some editors put a byte order mark first
     except UnicodeDecodeError as error:
         raise CorruptError(
             f"{path} is not UTF-8 text (byte {error.start} is {raw[error.start]:#04x}); "

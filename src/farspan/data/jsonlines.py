@@ -14,7 +14,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file, with their line numbers from 1."""
     try:
         # Not splitlines(): it also splits at U+2028 and others, which may stand inside a string.
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptError(
             f"{file} cannot be read ({type(error).__name__}); give JSON Lines in UTF-8"

@@ -36,7 +36,7 @@ def read_prompt(file: Path) -> str:
     if not file.is_file():
         raise FarspanError(f"{file} is not a file; give a text file, or --prompt TEXT")
     try:
-        return file.read_bytes().decode("utf-8")
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FarspanError(
             f"{file} is not UTF-8 text (byte {error.start}); convert it to UTF-8"
