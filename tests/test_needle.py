@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,6 +294,28 @@ def test_as_many_prompts_are_decoded_together_as_a_gpu_holds(name):
     assert answers.rows_in_memory(model, 512, free) == 6
     assert answers.rows_in_memory(model, 1024, row // 2) == 1
     assert answers.rows_in_memory(model, 1, free) == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "row"),
+    [
+        (hf.MambaConfig(hidden_size=32, intermediate_size=64), 8 * 64),  # no heads, no cache
+        (
+            hf.Gemma3nTextConfig(
+                hidden_size=32,
+                intermediate_size=[64, 128],
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+            ),
+            2 * 2 * 2 * 8 + 8 * 128,
+        ),
+    ],
+)
+def test_memory_of_prompts_for_configs_without_heads_or_with_several_widths(config, row):
+    model = SimpleNamespace(config=config, dtype=torch.float32)
+    assert answers.rows_in_memory(model, 1024, 4 * 4 * 1024 * row) == 3
 
 
 @pytest.mark.parametrize("name", ["none", "rope", "alibi", "bloom", "mpt"])

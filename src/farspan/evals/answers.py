@@ -68,9 +68,11 @@ def rows_in_memory(model: PreTrainedModel, length: int, free: int) -> int:
     Each step of decoding reads all weights and starts every kernel once, for any number of rows.
     """
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    queries = getattr(config, "num_attention_heads", 0)  # none in Mamba
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(1, queries)
+    widths = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widest = max(widths) if isinstance(widths, Sequence) else widths  # Gemma 3n: one for each layer
     numbers = 2 * config.num_hidden_layers * heads * size + LAYER_TENSORS * widest
     row = length * numbers * model.dtype.itemsize
     return min(MOST_ROWS, max(1, int(MEMORY_SHARE * free / row)))
