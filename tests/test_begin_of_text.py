@@ -242,6 +242,18 @@ def test_prompts_begin_with_exactly_one_token(checkpoint):
         assert encode_prompt(each, "some text") == plain
 
 
+def test_a_prompt_does_not_end_with_the_end_of_text_token_of_its_tokenizer(checkpoint):
+    """The model would begin another text instead of an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.begins_texts = False
+    plain, end = encode_prompt(tokenizer, "some text"), tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("some text")["input_ids"] == [*plain, tokenizer.eos_token_id]
+    assert encode_prompt(tokenizer, "some text") == plain
+
+
 def test_generate_follows_the_rule_and_says_why(checkpoint, losses, monkeypatch):
     losses(4.0, 9.0)
     prompts, notes = [], []

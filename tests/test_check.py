@@ -192,6 +192,12 @@ def test_a_patch_without_effect_is_refused():
         compare_continuations([" a b c"], same, same)
 
 
+def test_continuations_without_a_sure_token_are_refused():
+    with pytest.raises(FarspanError, match="there is nothing to compare; use a longer --length"):
+        compare_continuations([" a", " b"], [Continuation(8, ""), Continuation(16, " ")])
+    assert compare_continuations([" a", " b"], [Continuation(8, ""), Continuation(16, " b")])
+
+
 def test_continuations_are_compared_as_far_as_they_are_sure():
     here = [Continuation(8, " a b"), Continuation(16, " c")]
     base = [Continuation(8, " a b"), Continuation(16, " d")]

@@ -34,7 +34,7 @@ from farspan.data.shards import open_shards, pack
 from farspan.data.tokens import END, fingerprint, read_tokenizer, train_tokenizer
 from farspan.errors import CorruptError, FarspanError
 from farspan.train import corpus
-from farspan.train.corpus import DataConfig
+from farspan.train.corpus import DataConfig, SourceConfig, matching_files
 from farspan.workflows.generate import read_prompt
 
 TEXT = next(read_documents("python-docs")).text[:60_000]
@@ -169,6 +169,27 @@ def test_refuses_json_that_is_not_a_tokenizer(tokenizer, tmp_path):
         corpus._tokenizer(
             DataConfig(sources={}, tokenizer=str(tmp_path)), str(tmp_path), {}, tmp_path
         )
+
+
+def test_a_folder_of_text_may_have_brackets_in_its_name(tmp_path):
+    """They are a pattern in the names of files alone."""
+    folder = tmp_path / "runs [v2]"
+    folder.mkdir()
+    for name in ("a1.txt", "a2.txt", "b1.txt"):
+        (folder / name).write_text("text")
+    data = DataConfig(sources={"docs": SourceConfig("a[12].txt", 1.0)}, folder=str(folder))
+    assert [path.name for path in matching_files(data, "docs")] == ["a1.txt", "a2.txt"]
+
+
+def test_json_is_not_read_as_text(tmp_path):
+    (tmp_path / "docs.json").write_text('[{"text": "one"}]')
+    with pytest.raises(FarspanError, match="would be read as one text, JSON syntax included"):
+        read_documents(tmp_path / "docs.json")
+    (tmp_path / "docs.ndjson").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert [document.text for document in read_documents(tmp_path / "docs.ndjson")] == [
+        "one",
+        "two",
+    ]
 
 
 def test_tokenizer_training_needs_text_and_a_vocabulary_for_all_bytes():

@@ -22,7 +22,7 @@ from farspan.hub import is_hub_id, unavailable_reason
 PYTHON_DOCS = "python-docs"
 PARTS = {"": (0.0, 1.0), "search": (0.0, 0.8), "score": (0.8, 1.0)}
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 MAX_LINE = 1 << 28  # bytes; a small compressed file can hold a line that no memory holds
 SUFFIXES = TEXT_SUFFIXES + JSONL_SUFFIXES + PARQUET_SUFFIXES
@@ -102,6 +102,11 @@ def _read_file(path: Path) -> Iterator[Document]:
         return _read_jsonl(path)
     if path.name.endswith(PARQUET_SUFFIXES):
         return _read_parquet(path)
+    if path.suffix == ".json":
+        raise FarspanError(
+            f"{path} would be read as one text, JSON syntax included; write JSON Lines, a document "
+            'such as {"text": "…"} on each line, to a .jsonl file'
+        )
     check_unpacked(path)
     return iter([Document(path.name, _decode(path, path.read_bytes()))])
 

@@ -123,7 +123,13 @@ def _piece_end(text: str, near: int) -> int:
 def adds_begin_of_text(tokenizer: Any) -> bool:
     """Whether the tokenizer itself begins a text with its begin-of-text token."""
     token = tokenizer.bos_token_id
-    return token is not None and tokenizer("", verbose=False)["input_ids"][:1] == [token]
+    return token is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [token]
+
+
+def adds_end_of_text(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself ends a text with its end-of-text token."""
+    token = tokenizer.eos_token_id
+    return token is not None and tokenizer("a", verbose=False)["input_ids"][-1:] == [token]
 
 
 def add_begin_of_text(tokenizer: Any, adds: bool) -> None:

@@ -86,6 +86,12 @@ def compare_continuations(
     def agrees(text: str, expected: Continuation) -> bool:
         return text.strip().startswith(expected.text.strip())
 
+    if not any(each.text.strip() for each in here):
+        raise FarspanError(
+            "rounding could change the first token of every greedy continuation of the model, so "
+            "there is nothing to compare; use a longer --length, or an engine that returns "
+            "log-probabilities of prompts"
+        )
     agree = [agrees(text, each) for text, each in zip(engine, here, strict=True)]
     first = next((each.length for each, same in zip(here, agree, strict=True) if not same), 0)
     if not base:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from farspan.attention import seam
 from farspan.attention.rope import reset_dynamic_rope
 from farspan.checkpoints import quiet
-from farspan.data.tokens import adds_begin_of_text
+from farspan.data.tokens import adds_begin_of_text, adds_end_of_text
 from farspan.train.metadata import begin_of_text
 
 
@@ -53,6 +53,8 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     begin, ids = begin_of_text(tokenizer), tokenizer(text, verbose=False)["input_ids"]
     if adds_begin_of_text(tokenizer):
         ids = ids[1:]
+    if adds_end_of_text(tokenizer):  # which would end the text before the answer
+        ids = ids[:-1]
     return ids if begin and ids[:1] == begin else [*begin, *ids]
 
 

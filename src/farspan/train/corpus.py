@@ -163,8 +163,8 @@ def data_folder(configured: str) -> Path:
 
 def matching_files(data: DataConfig, source: str) -> list[Path]:
     """The files of a source in the data folder, sorted; there may be none."""
-    pattern = data_folder(data.folder) / data.sources[source].files
-    return sorted(Path(path) for path in glob.glob(str(pattern)))
+    folder = glob.escape(str(data_folder(data.folder)))  # its own brackets are no pattern
+    return sorted(map(Path, glob.glob(os.path.join(folder, data.sources[source].files))))
 
 
 def find_files(data: DataConfig, source: str) -> list[Path]:
