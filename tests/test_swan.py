@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from families import tokens
 from farspan.attention import seam
@@ -23,6 +24,7 @@ from farspan.methods import tuning as tuning_module
 from farspan.methods.job import FitJob
 from farspan.methods.swan import DistillPlan, SwanConfig, check_layers, swan
 from farspan.methods.tuning import TuningConfig, low_rank_changes
+from farspan.model.compile import decoder_layers
 from farspan.model.loss import mean_kl, token_losses
 from swan_models import (
     BY_NAME,
@@ -560,6 +562,33 @@ def test_a_low_rank_change_starts_the_same_in_every_process():
     assert not any(
         torch.equal(factor, factors[2][name]) for name, factor in factors[0].items() if factor.any()
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "farspan-rope"])
+def test_compiled_layers_share_their_graphs_under_a_low_rank_change(name):
+    """The first layer, whose input has no gradient, has one, and all others have another."""
+    model, counter = BY_NAME[name].build(), CompileCounter()
+    torch._dynamo.reset()
+    with low_rank_changes(model, 2, 0):
+        layers = decoder_layers(model)
+        for layer in layers:
+            layer.compile(backend=counter, dynamic=False)
+        model(torch.arange(16)[None], use_cache=False).logits.sum().backward()
+    assert counter.frame_count == 2 < len(layers)
+    torch._dynamo.reset()
+
+
+def test_the_modules_of_a_low_rank_change_are_restored_after_an_error():
+    model = BY_NAME["llama-bias"].build()
+    before, kinds = snapshot(model), [type(module) for module in model.modules()]
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ZeroDivisionError), low_rank_changes(model, 2, 0) as factors:
+        next(iter(factors.values())).data += 1
+        raise ZeroDivisionError
+    assert_unchanged(model, before)
+    assert [type(module) for module in model.modules()] == kinds
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(names)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 # Killed and resumed.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
@@ -198,20 +199,38 @@ def low_rank_changes(model: PreTrainedModel, rank: int, seed: int) -> Iterator[d
             "remove tuning.rank"
         )
     with seam.frozen(model):
-        for linear in linears:
-            register_parametrization(
-                linear, "weight", LowRankChange(linear.weight, rank, generator)
-            )
+        kinds: list[Any] = [type(linear) for linear in linears]
+        for linear, kind in zip(linears, kinds, strict=True):
+            change = LowRankChange(linear.weight, rank, generator)
+            linear.register_parameter("base_weight", linear._parameters.pop("weight"))
+            linear.weight_change = change
+            linear.__class__ = _changed_class(kind)
         factors = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if isinstance(parameter, Tensor) and name.endswith((".weight.0.a", ".weight.0.b"))
+            if name.endswith((".weight_change.a", ".weight_change.b"))
         }
         try:
             yield factors
         finally:
-            for linear in linears:
-                remove_parametrizations(linear, "weight", leave_parametrized=False)
+            for linear, kind in zip(linears, kinds, strict=True):
+                linear.__class__ = kind
+                linear.register_parameter("weight", linear._parameters.pop("base_weight"))
+                del linear.weight_change
+
+
+@cache
+def _changed_class(kind: Any) -> Any:
+    """A class of linear layers whose weight is its base and a change of it.
+
+    torch's parametrization makes one class for each module. torch.compile then compiles every
+    layer of a model by itself, where layers of one class share a graph.
+    """
+
+    def weight(linear: Any) -> Tensor:
+        return linear.weight_change(linear.base_weight)
+
+    return type(f"Changed{kind.__name__}", (kind,), {"weight": property(weight)})
 
 
 def _changed_weights(model: PreTrainedModel, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
