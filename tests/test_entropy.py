@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +203,20 @@ def test_entropy_includes_position_bias_of_transformers():
     assert (
         chunked_entropy(Scores.from_call(call), every=3).nats - expected[..., ::3]
     ).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3])
+def test_several_queries_without_a_mask_see_no_empty_places_of_a_cache(queries):
+    """They are causal from the first key; one query sees all keys."""
+    calls: list[seam.Call] = []
+    model = FAMILIES[0].build()
+    with seam.observing(model, calls.append), torch.no_grad():
+        model(input_ids=torch.arange(queries)[None], use_cache=False)
+    call = calls[0]
+    assert call.mask is None
+    longer = replace(call, k=torch.cat((call.k, call.k), 2))
+    expected = 2 if queries == 1 else queries
+    assert Scores.from_call(longer).k.shape[2] == expected
 
 
 def test_entropy_is_exact_under_autocast():

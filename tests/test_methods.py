@@ -464,6 +464,15 @@ def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkey
     assert several.interval == pytest.approx((grid.slope, grid.slope)), "windows that agree"
 
 
+def test_the_interval_of_the_law_draws_every_window():
+    """Of two windows that differ, all draws of one alone would agree."""
+    positions, values = np.arange(LENGTH, 8 * LENGTH, LENGTH / 2.0), np.arange(1.0, 2.0, 0.1)
+    best = np.stack([1 + rate * np.log(positions / LENGTH) for rate in (0.1, 0.3)])
+    losses = (values[:, None, None] - best) ** 2
+    low, high = slope_interval(0.2, values, losses, positions, LENGTH, draws=200)
+    assert low < 0.15 < 0.25 < high
+
+
 @pytest.mark.long
 def test_the_interval_of_the_law_covers_what_other_text_would_give():
     """Each window has a slope of its own, which moves the best λ̂ of all its positions together.

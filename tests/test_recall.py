@@ -365,6 +365,16 @@ def test_a_share_of_several_answers_leaves_the_other_rows_as_they_were():
             assert torch.equal(change(text, number)[0], before(text, number)[0])
 
 
+def test_values_are_numbers_of_the_given_digits_and_one_or_two_words():
+    rng = np.random.default_rng(0)
+    values = [recall._value(rng) for _ in range(500)]
+    numbers = {len(word) for value in values for word in value.split() if word.isdigit()}
+    words = {sum(word in WORDS for word in value.split()) for value in values}
+    assert numbers == set(recall.DIGITS)
+    assert words == {0, 1, 2}
+    assert {bool(re.fullmatch("[a-z]+", value)) for value in values} == {True, False}
+
+
 def test_rows_without_facts_have_no_answers():
     short = FILLER[:40]
     assert not FactRows(CharacterTokenizer()).row(short, np.random.default_rng(0))[1].any()
@@ -404,6 +414,13 @@ def test_passkey_documents_of_every_doubling_are_as_frequent():
     middle = (min(ends) * max(ends)) ** 0.5
     assert 0.42 < np.mean(np.array(ends) < middle) < 0.58
     assert max(ends) > 850
+
+
+def test_a_row_as_long_as_the_shortest_document_has_a_passkey():
+    rows = PasskeyRows(CharacterTokenizer())
+    shortest = rows._documents.shortest
+    marks = [rows.row(FILLER[: shortest + more], np.random.default_rng(0))[1] for more in (-1, 0)]
+    assert [bool(each.any()) for each in marks] == [False, True]
 
 
 def test_a_row_without_room_for_a_passkey_stays():
