@@ -643,6 +643,8 @@ def test_ranks_of_the_recorded_grid_equal_an_independent_computation():
         expected = {encoding: np.mean(values) for encoding, values in ranks.items()}
         ours = rank_encodings(entries, learned_only=learned_only)
         assert {rank.encoding: rank.reciprocal for rank in ours} == pytest.approx(expected)
+        best_first = sorted(expected.values(), reverse=True)
+        assert [rank.reciprocal for rank in ours] == pytest.approx(best_first)
 
 
 def test_scratchpads_are_ranked_within_each_task_and_encoding():
