@@ -50,7 +50,6 @@ from farspan.diagnosis.curves import measure_curves
 from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import Perplexity, Text, rows_per_batch
 from farspan.loading import load_tokenizer
-from farspan.methods.distill import compiled
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compiled_layers
 from farspan.train.loop import peak_flops
@@ -230,7 +229,7 @@ class Converting(Work):
     def build(self, shape: dict, stack: ExitStack) -> None:
         self.distillation = Distillation.build(shape, WINDOW, self.device)
         self.model = self.distillation.model
-        stack.enter_context(compiled(self.model, self.distillation.teacher))
+        stack.enter_context(compiled_layers(self.model, self.distillation.teacher))
 
     def inputs(self, length: int) -> list[Tensor]:
         return self.micro_batches(length)

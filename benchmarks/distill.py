@@ -28,8 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.layout_change import set_layout
 from farspan.attention.probe import Layer, probe
-from farspan.methods.distill import DistillModule, compiled, make_teacher
+from farspan.methods.distill import DistillModule, make_teacher
 from farspan.methods.swan import SwanConfig, distillation_flops, even_layers
+from farspan.model.compile import compiled_layers
 from farspan.train.loop import peak_flops
 
 SHAPES = {"tiny": SMALL, "135M": SMOLLM2, "1.1B": SHAPE}  # TinyLlama has the shape of Wang 2024
@@ -85,7 +86,7 @@ def measure(name: str, args: argparse.Namespace, compile_layers: bool) -> None:
     ids = torch.randint(model.config.vocab_size, rows, device=device)
     flops = distillation.flops(args.length)
     times = []
-    with compiled(model, teacher) if compile_layers else nullcontext():
+    with compiled_layers(model, teacher) if compile_layers else nullcontext():
         for _ in range(args.steps + 2):  # two to warm up
             synchronize(device)
             start = time.perf_counter()

@@ -397,7 +397,11 @@ def test_study_measures_every_cell_once_and_resumes(tiny, finished):
     new_messages: list[str] = []
     again = reproduce(study, [], out, say=new_messages.append)
     assert len(new_messages) == 1
-    assert again == results
+    # The cell is measured again to the same values, in other seconds; the others stay as they were.
+    assert [i for i in range(4) if again[i] != results[i]] in ([1], [])
+    assert [{**cell, "seconds": None} for cell in again] == [
+        {**cell, "seconds": None} for cell in results
+    ]
     _, rows = loss_table(again, "books_val")
     assert [row[1] for row in rows] == ["none", "uniform", "headscale:search.init=1.2"]
     assert ["±" in row[3] for row in rows] == [False, False, True], (
