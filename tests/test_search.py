@@ -694,6 +694,28 @@ def test_answers_pull_the_gradient_of_scales():
     assert scaled.base.grad[place].item() == pytest.approx(expected, rel=1e-3)
 
 
+def test_passkeys_inside_the_train_length_are_asked_for_at_even_depths(monkeypatch):
+    depths = []
+
+    class Documents:
+        shortest = 8
+
+        def __init__(self, tokenizer, begin):
+            pass
+
+        def document(self, length, depth, key):
+            depths.append(depth)
+            return [1] * length
+
+        def answer(self, key):
+            return [1, 1]
+
+    monkeypatch.setattr(headscale_module, "PasskeyDocuments", Documents)
+    model = BY_NAME["farspan-none"].build()
+    headscale_module.retrieves_passkeys(model, replace(job_for(model), tokenizer=object()))
+    assert depths == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
 @pytest.mark.long
 def test_passkeys_count_as_retrieved_if_they_are_more_likely_than_not():
     from farspan.loading import load_with_tokenizer
