@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from farspan.checkpoints import MissingModelError, check_report, quiet, readable
-from farspan.data.tokens import add_begin_of_text, read_tokenizer
+from farspan.data.tokens import add_begin_of_text, read_tokenizer, split_of_single_digits
 from farspan.errors import CorruptError, FarspanError
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.progress import Progress
@@ -121,22 +121,11 @@ def _read_tokenizer(file: Path, header: Any) -> PreTrainedTokenizerBase:
     with fast_gguf(file, header):
         tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
     if (rules := header.fields.get(PRE_TOKENIZER)) and rules.contents() in SINGLE_DIGITS:
-        _split_digits(tokenizer)
+        # transformers splits as GPT-2 does, where " 12" is one word
+        tokenizer.backend_tokenizer.pre_tokenizer = split_of_single_digits()
     if (adds := header.fields.get(BOS)) is not None:  # transformers does not read it
         add_begin_of_text(tokenizer, bool(adds.contents()))
     return tokenizer
-
-
-def _split_digits(tokenizer: Any) -> None:
-    """Make every digit a word of its own; transformers splits as GPT-2 does, " 12" as one word."""
-    from tokenizers import pre_tokenizers
-
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
 
 
 def dequantized_dtype(device: str | torch.device | None) -> torch.dtype:

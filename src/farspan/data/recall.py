@@ -234,7 +234,7 @@ def values_of_a_name(count: int, rng: np.random.Generator) -> StatedFacts:
     thing = str(rng.choice(THINGS))
     asked, *others = rng.choice(NAMES, size=1 + count - size, replace=False)
     pairs = [{"thing": thing, "name": name} for name in rng.permutation([asked] * size + others)]
-    values = distinct_values(count, rng)
+    values = _distinct_values(count, rng)
     own = [value for pair, value in zip(pairs, values, strict=True) if pair["name"] == asked]
     return StatedFacts(
         [fact.format(**pair, value=value) for pair, value in zip(pairs, values, strict=True)],
@@ -249,7 +249,7 @@ def values_of_names(count: int, rng: np.random.Generator) -> StatedFacts:
     fact, question = TOGETHER[int(rng.integers(len(TOGETHER)))]
     thing = str(rng.choice(THINGS))
     names = rng.choice(NAMES, size=count, replace=False)
-    values = distinct_values(count, rng)
+    values = _distinct_values(count, rng)
     asked = {"names": ", ".join(names[:size]), "values": ", ".join(values[:size])}
     return StatedFacts(
         [
@@ -268,7 +268,7 @@ def names_of_a_value(count: int, rng: np.random.Generator) -> StatedFacts:
     thing = str(rng.choice(THINGS))
     names = [str(name) for name in rng.choice(NAMES, size=count, replace=False)]
     chain = names[:size]
-    value, *others = distinct_values(1 + count - size, rng)
+    value, *others = _distinct_values(1 + count - size, rng)
     links = [first.format(thing=thing, name=chain[0], value=value)] + [
         later.format(thing=thing, name=name, source=source) for source, name in pairwise(chain)
     ]
@@ -335,7 +335,7 @@ def _tile(row: Tensor, rng: np.random.Generator) -> Tensor:
     return row[start : start + size].repeat(-(-len(row) // size))[: len(row)]
 
 
-def distinct_values(count: int, rng: np.random.Generator) -> list[str]:
+def _distinct_values(count: int, rng: np.random.Generator) -> list[str]:
     values: dict[str, None] = {}
     while len(values) < count:
         values[_value(rng)] = None

@@ -44,12 +44,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
             f"use at least {MIN_VOCABULARY}"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = split_of_single_digits()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -60,6 +55,18 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     tokenizer.train_from_iterator(_nonempty(texts), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END
+    )
+
+
+def split_of_single_digits() -> Any:
+    """The pre-tokenizer of GPT-2, for which every digit is a word of its own before that."""
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
 
 
