@@ -63,24 +63,40 @@ def test_mean_kl_and_its_gradients_equal_the_plain_computation(name):
     assert all(weight.grad is None for weight in teacher.parameters())
 
 
-def test_mean_kl_adds_the_mean_cross_entropy_of_the_answers():
-    """Of the tokens that the mask marks; the first token of a window is predicted by nothing."""
+def test_mean_kl_adds_the_weighted_cross_entropy_of_tokens():
+    """The first token of a window is predicted by nothing."""
     student, teacher = student_and_teacher("llama")
     ids = tokens(25)
-    answers = torch.zeros_like(ids)
-    answers[0, 7:9] = answers[-1, [0, 24]] = 1
-    marked = answers[:, 1:].bool()
-    asked = F.cross_entropy(student(ids).logits[:, :-1][marked], ids[:, 1:][marked])
-    expected = plain_kl(student, teacher, ids).mean() + 0.5 * asked
+    weights = torch.zeros(ids.shape)
+    weights[0, 7:9] = 3.0
+    weights[-1, [0, 24]] = 0.5
+    asked = F.cross_entropy(student(ids).logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    expected = plain_kl(student, teacher, ids).mean() + (asked * weights[:, 1:]).sum() / ids.numel()
     expected_gradients = gradients(student, expected)
     for rows in (4, 25):
         budget = rows * len(ids) * VOCABULARY
-        loss = mean_kl(student, teacher, ids, answers=answers, answer_weight=0.5, budget=budget)
+        loss = mean_kl(student, teacher, ids, token_weights=weights, budget=budget)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         for weight, gradient in gradients(student, loss).items():
             assert torch.allclose(gradient, expected_gradients[weight], atol=1e-7), (weight, rows)
-    without = mean_kl(student, teacher, ids, answers=torch.zeros_like(ids), answer_weight=0.5)
+    without = mean_kl(student, teacher, ids, token_weights=torch.zeros(ids.shape))
     assert without.item() == pytest.approx(mean_kl(student, teacher, ids).item(), rel=1e-6)
+
+
+def test_the_weight_of_answers_does_not_depend_on_the_micro_batch():
+    """One row of a step has all its answers, another one has most of them, and two have none."""
+    student, teacher = student_and_teacher("llama")
+    ids = torch.randint(3, VOCABULARY, (4, 25), generator=torch.Generator().manual_seed(3))
+    answers = torch.zeros_like(ids)
+    answers[1, 5:7] = answers[3, 9:20] = 1
+    module = DistillModule(student, teacher, answers=0.5, tokens=ids.numel())
+    batch = torch.stack((ids, answers * answers.sum()))
+    marked = answers[:, 1:].bool()
+    asked = F.cross_entropy(student(ids).logits[:, :-1][marked], ids[:, 1:][marked])
+    expected = plain_kl(student, teacher, ids).mean() + 0.5 * asked
+    for rows in (4, 2, 1):
+        losses = [module(part) for part in batch.split(rows, dim=1)]
+        assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6), rows
 
 
 def test_mean_kl_computes_logits_in_chunks():

@@ -32,18 +32,25 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 class DistillModule(nn.Module):
     """The mean KL of a batch of windows between a teacher and the model that learns from it.
 
-    answers: the weight of the cross-entropy of answers, which the teacher may not know. Batches
-        are then [2, B, T]: tokens, and the mask of the answers.
+    answers: the weight of the mean cross-entropy of a step's answers, which the teacher may not
+        know. Batches are then [2, B, T]: tokens, and the counts of FitJob.batches.
+    tokens: of a step in this process. The mean over its micro batches does not depend on their
+        size: one of them may have no answer, and another many.
     The teacher is no submodule, so it is neither trained nor saved nor distributed.
     """
 
-    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float):
+    def __init__(
+        self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float, tokens: int = 0
+    ):
         super().__init__()
-        self.model, self.answers = model, answers
+        self.model, self.answers, self.tokens = model, answers, tokens
         self._teacher = (teacher,)
 
     def forward(self, batch: Tensor) -> Tensor:
-        ids, answers = batch if self.answers else (batch, None)
+        ids, counts = batch if self.answers else (batch, None)
+        weights = None
+        if counts is not None:  # no answer: infinity, which is replaced
+            weights = torch.where(counts > 0, self.answers * self.tokens / counts, 0.0)
         budget = GPU_BUDGET if ids.is_cuda else BUDGET
         autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda)
         with prefer_cudnn(), autocast:
@@ -51,7 +58,6 @@ class DistillModule(nn.Module):
                 self.model,
                 self._teacher[0],
                 ids,
-                answers=answers,
-                answer_weight=self.answers,
+                token_weights=weights,
                 budget=budget,
             )

@@ -551,5 +551,5 @@ def _search_task(
         tokens=plan.batch * (job.search.shape[1] - 1),
         after_step=lambda: scaled.project(search.constraint, job.search.shape[1]),
         validate=validate,
-        can_recompute=True,
+        can_retry=True,
     )

@@ -438,7 +438,14 @@ def _distill(
 ) -> dict[str, Tensor]:
     by_kl, answer_weight = config.loss == "kl", config.answer_weight
     training = WeightTraining(
-        DistillModule(model, teacher, answer_weight) if by_kl else LossModule(model),
+        DistillModule(
+            model,
+            teacher,
+            answer_weight,
+            plan.batch * plan.length // processes().num_processes,
+        )
+        if by_kl
+        else LossModule(model),
         _with_short_windows(
             job.batches(
                 plan.batch,

@@ -121,7 +121,7 @@ def train_weights(
             training.batches,
             tokens=training.tokens,
             flops=training.flops,
-            can_recompute=True,
+            can_retry=True,
         )
         plan = TrainPlan(
             training.steps,

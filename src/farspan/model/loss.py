@@ -92,8 +92,8 @@ def mean_loss(
 ) -> Tensor:
     """The mean of token_losses(model, ids), with a gradient to the hidden states, not to the head.
 
-    answers: a mask [B, T] of tokens. The mean over rows of the mean loss of a row's answers, 0
-        where a row has none, is added with `answer_weight`.
+    answers: above 0 [B, T] at their tokens. The mean over rows of the mean loss of a row's answers,
+        0 where a row has none, is added with `answer_weight`.
     tail_weight: in the mean, tokens of the last quarter of a row count 1 + tail_weight times.
     The gradient is computed together with the loss, so that at most `budget` logits exist at once.
 
@@ -104,7 +104,7 @@ def mean_loss(
     weights[:, -(ids.shape[1] // 4) :] += tail_weight
     weights /= weights.mean()
     if answers is not None:
-        marks = answers[:, 1:].to(weights)
+        marks = (answers[:, 1:] > 0).to(weights)
         by_row = marks.sum(1, keepdim=True).clamp(min=1.0)
         weights += answer_weight * marks.shape[1] * marks / by_row
     weights /= weights.numel()
@@ -183,14 +183,14 @@ def mean_kl(
     teacher: PreTrainedModel,
     ids: Tensor,
     *,
-    answers: Tensor | None = None,
-    answer_weight: float = 0.0,
+    token_weights: Tensor | None = None,
     budget: int = BUDGET,
 ) -> Tensor:
     """The mean over all positions of KL(teacher ‖ student), with a gradient to all weights of the
     student.
 
-    answers: a mask [B, T] of tokens whose mean cross-entropy is added with `answer_weight`.
+    token_weights: of the cross-entropy of each token [B, T], which is added to the KL before the
+        mean is taken.
     At most `budget` logits of each model exist at once.
 
     >>> mean_kl(student, teacher, ids).backward()
@@ -199,16 +199,15 @@ def mean_kl(
         target = decoder_output(teacher, ids)
     output = decoder_output(student, ids)
     hidden, head = output.last_hidden_state, _head_parameters(student)
-    known = None if answers is None else _next_tokens(ids, answers, answer_weight)
+    known = None if token_weights is None else _next_tokens(ids, token_weights)
     return _HeadKL.apply(hidden, output, target, student, teacher, budget, known, *head)
 
 
-def _next_tokens(ids: Tensor, answers: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """The token after each position [B, T], and the weight of its cross-entropy in a sum of which
-    the mean over all positions is taken: 0 but where an answer comes next."""
-    targets, marks = ids.roll(-1, 1), answers.roll(-1, 1).float()
-    marks[:, -1] = 0.0
-    return targets, marks * (weight * marks.numel() / marks.sum().clamp(min=1.0))
+def _next_tokens(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The token after each position [B, T], and the weight of its cross-entropy."""
+    targets, of_targets = ids.roll(-1, 1), weights.roll(-1, 1).float()
+    of_targets[:, -1] = 0.0  # nothing follows
+    return targets, of_targets
 
 
 def decoder_output(model: PreTrainedModel, ids: Tensor) -> Any:

@@ -41,20 +41,22 @@ class TrainingTask:
     # The loss that a plateau rule judges by; the same value in every process.
     validate: Callable[[], float] = lambda: math.nan
     write_extras: Callable[[Path], None] = lambda folder: None  # adds files to a checkpoint
-    # Whether a step that runs out of memory is taken again with recomputed activations: the loss is
-    # one of farspan.model.loss.
-    can_recompute: bool = False
+    # Whether a step that runs out of memory is taken again with less: the loss is a mean over the
+    # rows [..., B, T] of a micro batch, and one of farspan.model.loss.
+    can_retry: bool = False
 
 
 class EagerSteps:
     """Steps of a task; Python launches every kernel.
 
     Where the task allows it, a step that runs out of memory is taken again, and all later ones,
-    with activations that are computed again in the backward pass.
+    with smaller micro batches, and at last with activations that are computed again in the backward
+    pass.
     """
 
     def __init__(self, task: TrainingTask, clip: float):
         self.task, self.clip = task, clip
+        self.parts = 1  # of a micro batch
         self.recomputes = False
 
     def gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -65,23 +67,40 @@ class EagerSteps:
         """
         try:
             with recomputed_activations(self.recomputes):
-                return self._gradients(batches)
+                return self._gradients([part for batch in batches for part in self._split(batch)])
         except RuntimeError as error:
             single = processes().num_processes == 1  # others would wait for its gradients
-            retries = self.task.can_recompute and single and not self.recomputes
+            retries = self.task.can_retry and single and not self.recomputes
             if not retries or not out_of_memory(error):
                 raise
         # Here the error is gone, and with it what its frames kept in memory.
-        log.warning(
-            "out of memory; activations are computed again in the backward pass from now on, "
-            "which takes one more forward pass a step"
-        )
-        self.recomputes = True
+        self._need_less_memory(batches)
         for parameter in self.task.parameters.values():
             parameter.grad = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return self.gradients(batches)
+
+    def _split(self, batch: Tensor) -> Sequence[Tensor]:
+        return batch.chunk(self.parts, dim=-2) if self.parts > 1 else [batch]
+
+    def _need_less_memory(self, batches: Sequence[Tensor]) -> None:
+        """At most half the rows at once; where it is one row already, recomputed activations."""
+        rows = math.gcd(*(batch.shape[-2] for batch in batches))
+        more = [parts for parts in range(2 * self.parts, rows + 1) if rows % parts == 0]
+        if more:
+            self.parts = more[0]
+            log.warning(
+                "out of memory; micro batches are split in %d from now on (%d windows at once)",
+                self.parts,
+                rows // self.parts,
+            )
+            return
+        log.warning(
+            "out of memory; activations are computed again in the backward pass from now on, "
+            "which takes one more forward pass a step"
+        )
+        self.recomputes = True
 
     def _gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         losses = []
