@@ -392,7 +392,6 @@ def test_short_windows_are_as_long_as_the_window(monkeypatch):
         ({"facts": 1.5}, "swan.facts is 1.5; choose a share from 0 to 1"),
         ({"short": -0.1}, "swan.short is -0.1; choose a share from 0 to 1"),
         ({"several": 2.0}, "swan.several is 2; choose a share from 0 to 1"),
-        ({"several": 0.5, "facts": 0.0}, "without swan.facts, swan.several=0.5 would have no"),
         ({"answers": -1.0}, "swan.answers is -1; choose 0 or more"),
         ({"repeats": 0.6, "facts": 0.5}, "swan.repeats and swan.facts are 1.1 together; choose"),
         ({"facts": 0.8}, "swan.repeats and swan.facts are 1.05 together"),

@@ -92,7 +92,7 @@ class SwanConfig:
     long_length: int = 0  # 0: the target, at most 32,768
     repeats: float = 0.25  # share of the windows with spans that stand twice
     facts: float = 0.25  # share of the windows with facts that are asked for at the end
-    several: float = 0.0  # share of those windows with one question that has several answers
+    several: float = 0.5  # share of those windows with one question that has several answers
     answers: float = 0.01  # weight of the cross-entropy of their answers beside the KL
     sharpen: bool = True  # scale the global layers by 1 + slope·ln⁺(n/L), where that pays
     max_loss: float = 0.005  # nats a token that sharpening may cost
@@ -126,11 +126,6 @@ class SwanConfig:
             raise FarspanError(
                 f"without swan.long, swan.long_length={self.long_length} would have no effect; set "
                 "swan.long to a share of the tokens, or remove it"
-            )
-        if self.several and not self.facts:
-            raise FarspanError(
-                f"without swan.facts, swan.several={self.several:g} would have no effect; set "
-                "swan.facts to a share of the windows, or remove it"
             )
         if self.repeats + self.facts > 1:
             raise FarspanError(
