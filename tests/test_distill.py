@@ -94,6 +94,8 @@ def test_the_weight_of_answers_does_not_depend_on_the_micro_batch():
     marked = answers[:, 1:].bool()
     asked = F.cross_entropy(student(ids).logits[:, :-1][marked], ids[:, 1:][marked])
     expected = plain_kl(student, teacher, ids).mean() + 0.5 * asked
+    with pytest.raises(ValueError, match="the tokens of a step"):
+        DistillModule(student, teacher, answers=0.5)
     for rows in (4, 2, 1):
         losses = [module(part) for part in batch.split(rows, dim=1)]
         assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6), rows

@@ -402,34 +402,38 @@ def test_nonfinite_losses_after_a_method_blame_the_method(tiny, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory_suggests_smaller_settings(tiny, tmp_path, monkeypatch):
+def test_out_of_memory_suggests_a_shorter_target(tiny, tmp_path, monkeypatch):
+    """One process has tried smaller micro batches by itself."""
+
     def out_of_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    data, out = tiny / "text.txt", tmp_path / "patch"
     monkeypatch.setattr(headscale_module, "mean_loss", out_of_memory)
     with pytest.raises(
         FarspanError,
-        match=r"out of memory on windows of 144 tokens; .*search.micro_batch=1",
+        match=r"out of memory on windows of 144 tokens; rerun with a shorter target than 128$",
     ):
-        extend(
-            tiny / "none",
-            128,
-            tmp_path / "patch",
-            "headscale",
-            data=tiny / "text.txt",
-            recipe=SEARCHED,
-        )
+        extend(tiny / "none", 128, out, "headscale", data=data, recipe=SEARCHED)
     monkeypatch.setattr(extend_workflow, "loss_by_position", out_of_memory)
-    for recipe, settings in ((FEW, ""), (replace(FEW, tune="fair"), "tuning.micro_batch=1, or ")):
-        with pytest.raises(FarspanError, match=rf"rerun with {settings}a shorter target than 128$"):
-            extend(
-                tiny / "rope",
-                128,
-                tmp_path / "patch",
-                "yarn",
-                data=tiny / "text.txt",
-                recipe=recipe,
-            )
+    with pytest.raises(FarspanError, match="rerun with a shorter target than 128$"):
+        extend(tiny / "rope", 128, out, "yarn", data=data, recipe=FEW)
+
+
+@pytest.mark.parametrize(
+    ("names", "recipe", "settings"),
+    [
+        (["headscale"], SEARCHED, "search.micro_batch=1, or "),
+        (["yarn"], FEW, ""),
+        (["yarn"], replace(FEW, tune="fair"), "tuning.micro_batch=1, or "),
+    ],
+)
+def test_out_of_memory_of_several_processes_suggests_smaller_settings(
+    names, recipe, settings, monkeypatch
+):
+    assert extend_workflow._smaller_batches(names, recipe) == ""
+    monkeypatch.setattr(extend_workflow, "processes", lambda: SimpleNamespace(num_processes=2))
+    assert extend_workflow._smaller_batches(names, recipe) == settings
 
 
 def test_refuses_a_folder_with_another_unfinished_search(tiny, tmp_path):

@@ -187,29 +187,53 @@ def test_a_step_without_memory_is_taken_again(caplog):
 
 
 def test_a_step_without_memory_is_taken_again_with_fewer_rows_at_once(caplog):
-    """Three of six rows, then one; then activations are computed again."""
+    """Three of six rows, then two, then one; then activations are computed again."""
     _, loss, norm = step(errors=0, rows=6)
-    for errors, parts, recomputes in ((1, 2, False), (2, 6, False), (3, 6, True)):
+    for errors, calls, recomputes in ((1, 4, False), (2, 6, False), (3, 12, False), (4, 12, True)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             steps, loss_again, norm_again = step(errors, rows=6)
         torch.testing.assert_close((loss, norm), (loss_again, norm_again), rtol=1e-5, atol=0)
         assert steps.recomputes == recomputes
-        assert "micro batches are split in 2 from now on (3 windows at once)" in caplog.text
-        assert ("split in 6 from now on (1 windows at once)" in caplog.text) == (parts == 6)
+        assert "out of memory; micro batches are split into 2 from now on" in caplog.text
         assert ("activations are computed again" in caplog.text) == recomputes
-        assert len(steps.task.module.calls) == errors + 2 * parts
+        assert len(steps.task.module.calls) == errors + calls
+    with pytest.raises(torch.OutOfMemoryError):
+        step(errors=5, rows=6)
 
 
-def test_rows_of_answers_are_halved_too():
-    """Micro batches of a distillation are [2, B, T]: tokens, and what marks the answers."""
-    steps = EagerSteps(TrainingTask(torch.nn.Identity(), {}, [], lambda _: []), clip=0.0)
-    batch = torch.arange(2 * 4 * 3).view(2, 4, 3)
-    steps.parts = 2
-    assert [part.tolist() for part in steps._split(batch)] == [
-        batch[:, :2].tolist(),
-        batch[:, 2:].tolist(),
-    ]
+class MeanOfRows(torch.nn.Module):
+    """The mean over all rows of a parameter times a number; fails for more rows than fit."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.weight, self.most = torch.nn.Parameter(torch.ones(())), most
+
+    def forward(self, batch):
+        if batch.shape[-2] > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.weight * batch.double().mean()
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (2, 8, 2)])
+@pytest.mark.parametrize("others", [3, 1, 5])
+def test_parts_of_any_size_weigh_as_much_as_their_rows(shape, others):
+    """Of tokens, and of tokens with the counts of answers; a later step has other micro batches."""
+    batches = [torch.rand(shape), torch.rand((*shape[:-2], others, 2))]
+    module = MeanOfRows(most=2)
+    task = TrainingTask(module, {"weight": module.weight}, [], lambda _: [], can_retry=True)
+    loss, norm = EagerSteps(task, clip=0.0).gradients(batches)
+    expected = torch.stack([batch.double().mean() for batch in batches]).mean()
+    torch.testing.assert_close(torch.stack((loss, norm.double())), torch.stack((expected,) * 2))
+
+
+def test_batches_of_single_rows_recompute_before_others_are_split():
+    """Long windows, one at a time, beside several short ones."""
+    module = MeanOfRows(most=2)
+    task = TrainingTask(module, {"weight": module.weight}, [], lambda _: [], can_retry=True)
+    steps = EagerSteps(task, clip=0.0)
+    steps.gradients([torch.rand(1, 8), torch.rand(4, 2)])
+    assert (steps.recomputes, steps.parts) == (True, 2)
 
 
 @pytest.mark.parametrize(("errors", "can_retry"), [(2, True), (1, False)])
@@ -220,7 +244,7 @@ def test_a_step_that_cannot_be_saved_raises(errors, can_retry):
 
 @pytest.mark.parametrize(
     ("micro_batch", "message"),
-    [(1, "activations are computed again"), (2, "split in 2 from now on")],
+    [(1, "activations are computed again"), (2, "split into 2 from now on")],
 )
 def test_a_search_that_runs_out_of_memory_goes_on(
     tiny,  # noqa: F811

@@ -21,7 +21,7 @@ from farspan.methods import headscale as headscale_module
 from farspan.methods import registry
 from farspan.methods import tuning as tuning_module
 from farspan.methods.headscale import SearchConfig, headlog, headscale
-from farspan.methods.job import largest_micro_batch, loss_by_position, scaled_loss
+from farspan.methods.job import default_micro_batch, loss_by_position, scaled_loss
 from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import uniform
@@ -649,7 +649,7 @@ def test_the_loss_of_a_search_stays_float32_under_autocast():
     [(8, 2304, 8), (8, 18_432, 1), (8, 9000, 2), (6, 9000, 3), (2, 50_000, 1)],
 )
 def test_long_windows_are_read_in_small_micro_batches(batch, length, rows):
-    assert largest_micro_batch(batch, length) == rows
+    assert default_micro_batch(batch, length) == rows
 
 
 @pytest.mark.parametrize(("micro_batch", "rows"), [(0, 4), (1, 1), (2, 2)])
@@ -764,14 +764,14 @@ def test_answers_of_passkeys_and_the_tail_count_in_the_loss_of_a_search(monkeypa
 
     def record(model, ids, *, answers, answer_weight, tail_weight):
         weights = answer_weight, tail_weight
-        seen.append((answers.sum(1).tolist(), answers[:, -1].tolist(), *weights))
+        seen.append(((answers > 0).sum(1).tolist(), answers[:, -1].tolist(), *weights))
         return mean_loss(model, ids)
 
     monkeypatch.setattr(headscale_module, "recall_rows", lambda *_, **__: mark_the_last_token)
     monkeypatch.setattr(headscale_module, "mean_loss", record)
     job = replace(job_for(model), tokenizer=object())
     headscale(model, job, replace(QUICK, passkeys=0.5, answers=0.7, tail=1.5))
-    assert seen == [([1, 1], [1, 1], 1.4, 1.5)] * 4, "of the half of the rows that has passkeys"
+    assert seen == [([1, 1], [2, 2], 1.4, 1.5)] * 4, "of the half of the rows that has passkeys"
 
 
 def test_all_processes_read_the_same_text(monkeypatch):

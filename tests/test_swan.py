@@ -239,6 +239,16 @@ def test_settings_of_a_run_override_its_defaults():
     assert DistillPlan.make(replace(settings, tokens=1), TuningConfig(), 512).steps == 1
 
 
+@pytest.mark.parametrize(
+    ("train_length", "micro_batch", "rows"),
+    [(8192, 1, 1), (8192, 3, 2), (8192, 16, 8), (2048, 16, 16), (2048, 64, 32), (512, 50, 32)],
+)
+def test_the_micro_batch_changes_neither_batch_nor_steps(train_length, micro_batch, rows):
+    usual = DistillPlan.make(SwanConfig(), TuningConfig(), train_length)
+    plan = DistillPlan.make(SwanConfig(), TuningConfig(micro_batch=micro_batch), train_length)
+    assert plan == replace(usual, micro_batch=rows)
+
+
 @pytest.mark.parametrize(("length", "batch"), [(20_000, 3), (30_000, 2), (40_000, 1), (70_000, 1)])
 def test_a_batch_of_long_windows_has_no_more_tokens_than_the_default(length, batch):
     """Unless one window has more."""
@@ -316,7 +326,7 @@ def test_facts_need_a_tokenizer():
 
 
 def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
-    """With every token in its place, but for the rest of a window that is too short."""
+    """With every token in its place, but for the first ones of a window that do not fill one."""
     whole = [torch.arange(72).reshape(2, 36) + 100 * number for number in range(4)]
 
     def cut(share: float, seed: int = 0) -> list[list[torch.Tensor]]:
@@ -324,7 +334,7 @@ def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
         return [batches(step) for step in range(100)]
 
     for ids, expected in zip(cut(1.0)[0], whole, strict=True):
-        assert torch.equal(ids.reshape(2, 2, 16).flatten(1), expected[:, :32])
+        assert torch.equal(ids.reshape(2, 2, 16).flatten(1), expected[:, -32:]), "with its answers"
     assert all(ids is expected for ids, expected in zip(cut(0.0)[0], whole, strict=True))
     pairs = [torch.stack((ids, ids + 1)) for ids in whole]  # tokens, and the mask of answers
     (ids, marks), *_ = swan_module._with_short_windows(lambda step: pairs, 0, 1.0, 16)(0)
@@ -352,13 +362,22 @@ def test_answers_of_facts_reach_the_loss(monkeypatch):
         "forward",
         lambda self, batch: batches.append(batch) or forward(self, batch),
     )
-    job = job_for(model, tokenizer=WordTokenizer())
-    swan(model, replace(job, begin=(1,)), replace(EVEN, facts=0.5, answers=0.1), QUICK)
+    job, config = job_for(model, tokenizer=WordTokenizer()), replace(EVEN, facts=0.5, answers=0.1)
+    plan = DistillPlan.make(config, QUICK, job.train_length)
+    init = swan_module.DistillModule.__init__
+    sizes = []
+    monkeypatch.setattr(
+        swan_module.DistillModule,
+        "__init__",
+        lambda self, *args: sizes.append(args[3]) or init(self, *args),
+    )
+    swan(model, replace(job, begin=(1,)), config, QUICK)
+    assert sizes == [plan.batch * plan.length]
     for ids, answers in batches:
         assert ids.shape == answers.shape
         assert (ids[:, 0] == 1).all()
-        assert (answers.sum(1) == 3).all()
-        assert answers[:, -3:].all()
+        assert ((answers > 0).sum(1) == 3).all()
+        assert (answers[:, -3:] == 3 * plan.batch).all(), "the answers of the step"
     plain = len(batches)
     for others in ({"facts": 0.5, "answers": 0.0}, {"facts": 0.0}):
         swan(model, job, replace(EVEN, **others), QUICK)

@@ -43,6 +43,8 @@ class DistillModule(nn.Module):
         self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float, tokens: int = 0
     ):
         super().__init__()
+        if answers and not tokens:
+            raise ValueError("the weight of answers depends on the tokens of a step; give tokens")
         self.model, self.answers, self.tokens = model, answers, tokens
         self._teacher = (teacher,)
 

@@ -29,7 +29,7 @@ from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
 from farspan.methods.job import (
     FitJob,
-    largest_micro_batch,
+    default_micro_batch,
     loss_margin,
     lowest_loss,
     scaled_loss,
@@ -536,7 +536,7 @@ def _search_task(
         store_base_rates([optimizer]),
         job.batches(
             plan.batch,
-            plan.micro_batch or largest_micro_batch(plan.batch, job.search.shape[1]),
+            plan.micro_batch or default_micro_batch(plan.batch, job.search.shape[1]),
             model.device,
             recall_rows(
                 job.seed,

@@ -158,11 +158,15 @@ def split_batch(batch: int, micro_batch: int) -> tuple[int, int]:
     return per_process, rows
 
 
-def largest_micro_batch(batch: int, length: int) -> int:
-    """The most windows, of MICRO_BATCH_TOKENS at most, that divide a process's share of a batch."""
+def largest_micro_batch(batch: int, limit: int) -> int:
+    """The most windows, `limit` at most, that divide a process's share of a batch."""
     share = max(1, batch // processes().num_processes)
-    most = min(share, max(1, MICRO_BATCH_TOKENS // length))
-    return max(rows for rows in range(1, most + 1) if share % rows == 0)
+    return max(rows for rows in range(1, min(share, limit) + 1) if share % rows == 0)
+
+
+def default_micro_batch(batch: int, length: int) -> int:
+    """The most windows, of MICRO_BATCH_TOKENS at most, that divide a process's share of a batch."""
+    return largest_micro_batch(batch, max(1, MICRO_BATCH_TOKENS // length))
 
 
 def loss_margin(answer_weight: float) -> float:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from farspan.data.recall import ChangeRow
 from farspan.errors import FarspanError
 from farspan.methods.distill import DistillModule
-from farspan.methods.job import FitJob, largest_micro_batch, shared_batch
+from farspan.methods.job import FitJob, default_micro_batch, shared_batch
 from farspan.methods.tuning import LossModule, TuningConfig, WeightTraining, train_weights
 from farspan.train.optim import OptimizerConfig
 
@@ -39,7 +39,7 @@ class LongPlan:
     @classmethod
     def make(cls, tokens: float, length: int, short_length: int) -> LongPlan:
         batch = shared_batch(max(1, LONG_TOKENS // length))
-        plan = cls(length, batch, largest_micro_batch(batch, length), short_length, 1)
+        plan = cls(length, batch, default_micro_batch(batch, length), short_length, 1)
         return cls(
             length, batch, plan.micro_batch, short_length, max(1, round(tokens / plan.tokens))
         )

@@ -194,12 +194,12 @@ class DistillPlan:
     @classmethod
     def make(cls, config: SwanConfig, tuning: TuningConfig, train_length: int) -> DistillPlan:
         length = config.length_for(train_length)
-        micro_batch = tuning.micro_batch or max(1, MICRO_BATCH_TOKENS // length)
-        batch = micro_batch * max(1, BATCH_TOKENS // (micro_batch * length))
-        batch = tuning.batch or shared_batch(batch)
-        if not tuning.micro_batch:
-            micro_batch = largest_micro_batch(batch, length)
-        micro_batch = min(batch, micro_batch)
+        rows = max(1, MICRO_BATCH_TOKENS // length)
+        batch = tuning.batch or shared_batch(rows * max(1, BATCH_TOKENS // (rows * length)))
+        if tuning.batch and tuning.micro_batch:
+            micro_batch = min(batch, tuning.micro_batch)
+        else:  # the batch is the same for any micro batch
+            micro_batch = largest_micro_batch(batch, tuning.micro_batch or rows)
         split_batch(batch, micro_batch)  # refused here, before layers are measured
         tokens = (1 - config.long) * config.tokens
         steps = tuning.steps or max(1, round(tokens / (batch * length)))
@@ -483,8 +483,8 @@ def _with_short_windows(
     """
 
     def cut(ids: Tensor) -> Tensor:
-        count = ids.shape[-1] // length
-        return ids[..., : count * length].reshape(*ids.shape[:-2], -1, length)
+        count = ids.shape[-1] // length  # answers stand at the end
+        return ids[..., -count * length :].reshape(*ids.shape[:-2], -1, length)
 
     def batches_of_step(step: int) -> list[Tensor]:
         rng = np.random.default_rng((seed, 2, step))

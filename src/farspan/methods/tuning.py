@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from farspan.attention import seam
 from farspan.errors import FarspanError
-from farspan.methods.job import FitJob, largest_micro_batch, shared_batch
+from farspan.methods.job import FitJob, default_micro_batch, shared_batch
 from farspan.model.compile import compiled_layers, prefer_cudnn
 from farspan.model.loss import BUDGET, GPU_BUDGET, training_loss
 from farspan.train.loop import StepMetrics, TrainPlan, train
@@ -71,7 +71,7 @@ def tune_weights(
 ) -> dict[str, Tensor]:
     """The model's weights after training on the next token of the search windows."""
     steps, batch = tuning.steps or FAIR_STEPS, tuning.batch or shared_batch(BATCH)
-    micro_batch = tuning.micro_batch or largest_micro_batch(batch, job.search.shape[1])
+    micro_batch = tuning.micro_batch or default_micro_batch(batch, job.search.shape[1])
     plan = WeightTraining(
         LossModule(model),
         job.batches(batch, micro_batch, model.device),

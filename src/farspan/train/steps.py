@@ -67,46 +67,53 @@ class EagerSteps:
         """
         try:
             with recomputed_activations(self.recomputes):
-                return self._gradients([part for batch in batches for part in self._split(batch)])
+                return self._gradients(batches)
         except RuntimeError as error:
             single = processes().num_processes == 1  # others would wait for its gradients
-            retries = self.task.can_retry and single and not self.recomputes
-            if not retries or not out_of_memory(error):
+            retries = self.task.can_retry and single and out_of_memory(error)
+            if not retries or not self._save_memory(batches):
                 raise
         # Here the error is gone, and with it what its frames kept in memory.
-        self._need_less_memory(batches)
         for parameter in self.task.parameters.values():
             parameter.grad = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return self.gradients(batches)
 
-    def _split(self, batch: Tensor) -> Sequence[Tensor]:
-        return batch.chunk(self.parts, dim=-2) if self.parts > 1 else [batch]
+    def _save_memory(self, batches: Sequence[Tensor]) -> bool:
+        """Split micro batches into more parts, or recompute activations; False: nothing is left.
 
-    def _need_less_memory(self, batches: Sequence[Tensor]) -> None:
-        """At most half the rows at once; where it is one row already, recomputed activations."""
-        rows = math.gcd(*(batch.shape[-2] for batch in batches))
-        more = [parts for parts in range(2 * self.parts, rows + 1) if rows % parts == 0]
-        if more:
-            self.parts = more[0]
-            log.warning(
-                "out of memory; micro batches are split in %d from now on (%d windows at once)",
-                self.parts,
-                rows // self.parts,
-            )
-            return
+        Recomputing takes longer, so it is for batches of which some cannot be split any more.
+        """
+        rows = [batch.shape[-2] for batch in batches]
+        if min(rows) > self.parts or (self.recomputes and max(rows) > self.parts):
+            self.parts *= 2
+            log.warning("out of memory; micro batches are split into %d from now on", self.parts)
+            return True
+        if self.recomputes:
+            return False
         log.warning(
             "out of memory; activations are computed again in the backward pass from now on, "
             "which takes one more forward pass a step"
         )
         self.recomputes = True
+        return True
+
+    def _parts(self, batches: Sequence[Tensor]) -> list[tuple[Tensor, float]]:
+        """Each part of the micro batches, and its share of the rows of its micro batch."""
+        if self.parts == 1:
+            return [(batch, 1.0) for batch in batches]
+        return [
+            (part, part.shape[-2] / batch.shape[-2])
+            for batch in batches
+            for part in batch.chunk(self.parts, dim=-2)
+        ]
 
     def _gradients(self, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        losses = []
-        for number, batch in enumerate(batches, 1):
-            sync_gradients(self.task.module, number == len(batches))
-            loss = self.task.module(batch) / len(batches)
+        losses, parts = [], self._parts(batches)
+        for number, (part, share) in enumerate(parts, 1):
+            sync_gradients(self.task.module, number == len(parts))
+            loss = self.task.module(part) * share / len(batches)
             loss.backward()
             losses.append(loss.detach())
         updated = [

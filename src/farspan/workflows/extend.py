@@ -271,7 +271,9 @@ def _search_claim(job: FitJob, run: ExtendRun) -> str:
 
 
 def _smaller_batches(names: Sequence[str], config: ExtendConfig) -> str:
-    """The settings that save memory, of those that the methods use."""
+    """The settings that save memory, of those that the methods use; one process tried them."""
+    if processes().num_processes == 1:
+        return ""
     tunes = config.tune or TRAINED_METHODS & set(names)
     sizes = {
         "search": config.search.micro_batch or math.inf,
