@@ -26,6 +26,7 @@ from farspan.attention.scales import Scales
 from farspan.diagnosis.curves import Curves
 from farspan.diagnosis.knees import KneeRule, smooth
 from farspan.diagnosis.result import Diagnosis
+from farspan.evals.needle import task_scores
 from farspan.evals.scores import Score, wilson
 from farspan.files import read_json, write_bytes, write_text
 from farspan.lab.ranking import LabEntry, group_entries
@@ -214,10 +215,49 @@ def lab_grid() -> Figure:
     return accuracy_by_length(accuracy_panels(read_study("lab-grid", []), lab_entries("lab-grid")))
 
 
+def ruler_scores(line: dict[str, Any]) -> list[Score]:
+    """The scores of a run of RULER from those of its samples."""
+    samples = [
+        {"task": task, "length": int(length), "score": score, "haystack": ""}
+        for task, lengths in line["scores"].items()
+        for length, scores in lengths.items()
+        for score in scores
+    ]
+    return task_scores("ruler", "string_match", samples, 100)
+
+
+def ruler_smollm2() -> Figure:
+    """RULER's average by length: the base, its conversions, and YaRN."""
+    names = ["base", "converted, one answer a fact", "converted, several answers", "YaRN"]
+    colors = dict(zip(names, (INK, COLORS[5], COLORS[0], COLORS[1]), strict=True))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, group in zip(panels, ("completion", "chat"), strict=True):
+            for name, line in zip(names, records("ruler-smollm2", group), strict=False):
+                means = [x for x in ruler_scores(line) if x.tags["task"] == "average"]
+                lengths = [score.length for score in means]
+                band = [score.low for score in means], [score.high for score in means]
+                axes.fill_between(lengths, *band, color=colors[name], alpha=0.15, lw=0)
+                values = [score.value for score in means]
+                axes.plot(lengths, values, color=colors[name], lw=1.6, marker="o", ms=3.5)
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("length (tokens)")
+            axes.set_xticks([2**k for k in range(10, 17)], [f"{2**k}K" for k in range(7)])
+            axes.axvline(8192, color=INK, lw=0.8, ls="--", zorder=0)
+            axes.set_title(f"as {group}", loc="left")
+        panels[0].set_ylim(-2, 64)
+        panels[0].set_ylabel("RULER, average of 11 tasks")
+        handles = [mpl.lines.Line2D([], [], color=color, lw=1.6) for color in colors.values()]
+        figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
 FIGURES = {
     "hero-light.svg": partial(hero, "light"),
     "hero-dark.svg": partial(hero, "dark"),
     "swan-small.png": swan_small,
+    "ruler-smollm2.png": ruler_smollm2,
     "extend-small-loss.png": lambda: method_losses(records("extend-small", "study")),
     "extend-small-scales.png": lambda: best_scales(records("extend-small", "grids")),
     "small-entropy.png": lambda: loss_and_entropy(diagnoses("models")),

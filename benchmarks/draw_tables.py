@@ -13,12 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from draw_figures import DOCS, lab_entries, records
+from draw_figures import DOCS, lab_entries, records, ruler_scores
 from heldout import marks, scores
 
 from farspan.diagnosis.curves import mean_before
-from farspan.evals.needle import task_scores
-from farspan.evals.scores import Score
 from farspan.files import write_text
 from farspan.lab.ranking import Table, accuracy_table, rank_table
 from farspan.report.elements import short_length
@@ -222,17 +220,6 @@ def ruler_tasks(source: str) -> Table:
         for t in tasks
     ]
     return lengths_table(["task"], rows)
-
-
-def ruler_scores(line: Record) -> list[Score]:
-    """The scores of a run of RULER from those of its samples."""
-    samples = [
-        {"task": task, "length": length, "score": score, "haystack": ""}
-        for task, lengths in line["scores"].items()
-        for length, scores in by_length(lengths).items()
-        for score in scores
-    ]
-    return task_scores("ruler", "string_match", samples, 100)
 
 
 def slashes(values: Iterable[float]) -> str:
