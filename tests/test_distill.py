@@ -84,21 +84,26 @@ def test_mean_kl_adds_the_weighted_cross_entropy_of_tokens():
 
 
 def test_the_weight_of_answers_does_not_depend_on_the_micro_batch():
-    """One row of a step has all its answers, another one has most of them, and two have none."""
+    """The mean over four windows, of which two have answers, as long as they were or cut."""
     student, teacher = student_and_teacher("llama")
-    ids = torch.randint(3, VOCABULARY, (4, 25), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(3, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(3))
     answers = torch.zeros_like(ids)
-    answers[1, 5:7] = answers[3, 9:20] = 1
-    module = DistillModule(student, teacher, answers=0.5, tokens=ids.numel())
-    batch = torch.stack((ids, answers * answers.sum()))
-    marked = answers[:, 1:].bool()
-    asked = F.cross_entropy(student(ids).logits[:, :-1][marked], ids[:, 1:][marked])
-    expected = plain_kl(student, teacher, ids).mean() + 0.5 * asked
-    with pytest.raises(ValueError, match="the tokens of a step"):
+    answers[1, 13:15] = answers[3, 13:24] = 1
+    batch = torch.stack((ids, answers * answers.sum(1, keepdim=True)))
+    module = DistillModule(student, teacher, answers=0.5, length=24)
+    for width in (24, 12):
+        windows, marks = ids.view(-1, width), answers.view(-1, width)
+        asked = F.cross_entropy(
+            student(windows).logits[:, :-1].mT, windows[:, 1:], reduction="none"
+        )
+        by_window = (asked * marks[:, 1:]).view(4, -1).sum(1) / answers.sum(1).clamp(min=1)
+        expected = plain_kl(student, teacher, windows).mean() + 0.5 * by_window.mean()
+        for rows in (4, 2, 1):
+            parts = batch.view(2, -1, width).split(rows, dim=1)
+            loss = torch.stack([module(part) for part in parts]).mean()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-6), (width, rows)
+    with pytest.raises(ValueError, match="the length of a window"):
         DistillModule(student, teacher, answers=0.5)
-    for rows in (4, 2, 1):
-        losses = [module(part) for part in batch.split(rows, dim=1)]
-        assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6), rows
 
 
 def test_mean_kl_computes_logits_in_chunks():

@@ -365,19 +365,19 @@ def test_answers_of_facts_reach_the_loss(monkeypatch):
     job, config = job_for(model, tokenizer=WordTokenizer()), replace(EVEN, facts=0.5, answers=0.1)
     plan = DistillPlan.make(config, QUICK, job.train_length)
     init = swan_module.DistillModule.__init__
-    sizes = []
+    weights = []
     monkeypatch.setattr(
         swan_module.DistillModule,
         "__init__",
-        lambda self, *args: sizes.append(args[3]) or init(self, *args),
+        lambda self, *args: weights.append(args[2:]) or init(self, *args),
     )
     swan(model, replace(job, begin=(1,)), config, QUICK)
-    assert sizes == [plan.batch * plan.length]
+    assert weights == [(0.2, plan.length)], "of the half of the windows that has facts"
     for ids, answers in batches:
         assert ids.shape == answers.shape
         assert (ids[:, 0] == 1).all()
         assert ((answers > 0).sum(1) == 3).all()
-        assert (answers[:, -3:] == 3 * plan.batch).all(), "the answers of the step"
+        assert (answers[:, -3:] == 3).all(), "the answers of the window"
     plain = len(batches)
     for others in ({"facts": 0.5, "answers": 0.0}, {"facts": 0.0}):
         swan(model, job, replace(EVEN, **others), QUICK)

@@ -32,27 +32,27 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 class DistillModule(nn.Module):
     """The mean KL of a batch of windows between a teacher and the model that learns from it.
 
-    answers: the weight of the mean cross-entropy of a step's answers, which the teacher may not
-        know. Batches are then [2, B, T]: tokens, and the counts of FitJob.batches.
-    tokens: of a step in this process. The mean over its micro batches does not depend on their
-        size: one of them may have no answer, and another many.
+    answers: the weight of the mean cross-entropy of a window's answers, which the teacher may not
+        know, in the mean over all windows. Batches are then [2, B, T]: tokens, and the counts of
+        FitJob.batches. A mean over windows does not depend on micro batches or processes.
+    length: of a window when its answers were counted; it may have been cut since.
     The teacher is no submodule, so it is neither trained nor saved nor distributed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float, tokens: int = 0
+        self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float, length: int = 0
     ):
         super().__init__()
-        if answers and not tokens:
-            raise ValueError("the weight of answers depends on the tokens of a step; give tokens")
-        self.model, self.answers, self.tokens = model, answers, tokens
+        if answers and not length:
+            raise ValueError("the weight of answers depends on the length of a window; give it")
+        self.model, self.answers, self.length = model, answers, length
         self._teacher = (teacher,)
 
     def forward(self, batch: Tensor) -> Tensor:
         ids, counts = batch if self.answers else (batch, None)
         weights = None
         if counts is not None:  # no answer: infinity, which is replaced
-            weights = torch.where(counts > 0, self.answers * self.tokens / counts, 0.0)
+            weights = torch.where(counts > 0, self.answers * self.length / counts, 0.0)
         budget = GPU_BUDGET if ids.is_cuda else BUDGET
         autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda)
         with prefer_cudnn(), autocast:

@@ -90,7 +90,7 @@ class FitJob:
         Every epoch visits each window once, in a new order. `change_row` is given each window and
         its number in the run.
         with_answers: micro batches are [2, B, T]; behind the tokens, each token of an answer has
-            the number of such tokens in this step and process, and others have 0.
+            the number of such tokens in its window, and others have 0.
         """
         state = processes()
         per_process, rows = split_batch(batch, micro_batch)
@@ -106,7 +106,7 @@ class FitJob:
                 ids, marks = (torch.stack(part) for part in zip(*changed, strict=True))
                 windows = prepend(ids, self.begin)
                 answers[:, len(self.begin) :] = marks
-            counts = answers * answers.sum()
+            counts = answers * answers.sum(1, keepdim=True)
             batch_ids = torch.stack((windows, counts)) if with_answers else windows
             return list(batch_ids.to(device).split(rows, dim=-2))
 

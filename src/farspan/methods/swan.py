@@ -433,12 +433,8 @@ def _distill(
 ) -> dict[str, Tensor]:
     by_kl, answer_weight = config.loss == "kl", config.answer_weight
     training = WeightTraining(
-        DistillModule(
-            model,
-            teacher,
-            answer_weight,
-            plan.batch * plan.length // processes().num_processes,
-        )
+        # Windows without answers count in its mean, so that the weight is that of the others.
+        DistillModule(model, teacher, answer_weight and answer_weight / config.facts, plan.length)
         if by_kl
         else LossModule(model),
         _with_short_windows(
