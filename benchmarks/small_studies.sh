@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The studies of 29M models in docs/results/extending.md and docs/results/swan.md, on one GPU.
+# The studies of 29M models in docs/results/ (extending.md, searches.md, swan.md), on one GPU.
 #
 #     benchmarks/small_studies.sh path/to/data OUT
 #

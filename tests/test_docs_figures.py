@@ -286,7 +286,7 @@ def test_tables_by_hand_are_listed(tables):
         if re.search(r"^ *\|", tables.BLOCK.sub("", page.read_text()), re.MULTILINE)
     }
     listed = (DOCS / "records" / "README.md").read_text().split("## Tables by hand")[1]
-    assert set(re.findall(r"results/([\w.]+)\)", listed)) == pages
+    assert set(re.findall(r"results/([\w.-]+)\)", listed)) == pages
 
 
 def test_the_mean_entropy_of_headscale_is_that_of_the_records(drawing):
