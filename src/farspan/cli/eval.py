@@ -224,7 +224,8 @@ Tokenizer = Annotated[
     str,
     typer.Option(
         metavar="PATH",
-        help="MODEL with the tokenizer of the served one; its train length gives the lengths.",
+        help="Required for a server: a MODEL with the tokenizer of the served one. Its train "
+        "length gives the default lengths.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -298,7 +299,7 @@ def eval_command(
 ) -> None:
     """Evaluate a model by length: perplexity, passkeys, needles, RULER, LongBench, commonsense.
 
-    An interrupted evaluation resumes when the same command is run again.
+    Rerun the same command to resume.
     """
     from farspan.evals.engine import EngineOptions
     from farspan.lengths import parse_lengths

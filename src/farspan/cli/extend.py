@@ -61,7 +61,8 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TEXT",
-        help="One text, split in three; or three texts: search=PATH, choose=PATH, report=PATH.",
+        help="One text (file, folder, Hub data set), split in three; or three texts: search=PATH, "
+        "choose=PATH, report=PATH.",
         show_default="python-docs/search",
     ),
 ]
@@ -105,6 +106,7 @@ def extend_command(
     """Extend the context of a model: fit a method and write a patch.
 
     Verifies the patch on a freshly loaded model, and reports loss and passkeys before and after.
+    Rerun the same command to resume.
     """
     from farspan.progress import bars
     from farspan.workflows.extend import DEFAULT_TEXT, estimate_extension, extend

@@ -26,7 +26,7 @@ def generate_command(
     ] = 128,
     temperature: Annotated[
         float,
-        typer.Option(metavar="T", help="Sampling temperature; 0 always takes the likeliest token."),
+        typer.Option(metavar="T", help="Sampling temperature; 0 decodes greedily."),
     ] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the sampling.")] = 0,
     device: Device = None,

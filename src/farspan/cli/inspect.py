@@ -29,7 +29,10 @@ def inspect_command(
     position: Position = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Compare the model's logits with and without the seam."),
+        typer.Option(
+            "--check",
+            help="Compare the model's logits with and without farspan's attention function.",
+        ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -24,6 +24,7 @@ from farspan.cli.console import (
 )
 from farspan.cli.options import (
     MODEL_KINDS,
+    TEXT_KINDS,
     AsJson,
     Bos,
     Command,
@@ -64,7 +65,7 @@ TextOrNone = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="Text file, folder of text files, Hub data set, or python-docs.",
+        help=f"{TEXT_KINDS}.",
         show_default="python-docs",
     ),
 ]
@@ -136,7 +137,7 @@ def run_command(
 ) -> None:
     """Train the models of a study, test them at unseen lengths, and rank the position encodings.
 
-    An interrupted study resumes when the same command is run again.
+    Rerun the same command to resume.
     """
     from farspan.progress import bars
     from farspan.workflows.lab import read_study, results_folder, run, summarize
@@ -202,7 +203,7 @@ def finetune_command(
 ) -> None:
     """Fine-tune a pretrained model on a task, and test it at unseen lengths.
 
-    An interrupted run resumes when the same command is run again.
+    Rerun the same command to resume.
     """
     from farspan.progress import bars
     from farspan.workflows.lab_finetune import finetune

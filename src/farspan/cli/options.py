@@ -32,6 +32,9 @@ MODEL_KINDS = (
     "patch folder, checkpoint folder, Hub id, .gguf file or bundled model (nope-twin, rope-twin, "
     "swan-twin)"
 )
+TEXT_KINDS = (
+    "File (plain text, .jsonl or .parquet), folder of such files, Hub data set, or python-docs"
+)
 LOADING = "Model loading"  # a panel of the help
 
 Model = Annotated[
@@ -50,8 +53,7 @@ Text = Annotated[
     str,
     typer.Option(
         metavar="TEXT",
-        help="Text file, folder of text files, Hub data set, or python-docs (the language "
-        "reference of Python).",
+        help=f"{TEXT_KINDS} (the language reference of Python).",
     ),
 ]
 
@@ -125,7 +127,8 @@ ReportOnly = Annotated[
     typer.Option("--report-only", help="Report the finished cells of the study; run nothing."),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, say what it takes, and exit.")
+    bool,
+    typer.Option("--dry-run", help="Check everything, show what the run would cost, and exit."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

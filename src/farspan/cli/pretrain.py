@@ -44,7 +44,7 @@ def pretrain_command(
 ) -> None:
     """Train a model from a recipe, on one or (with torchrun) several GPUs.
 
-    An interrupted run resumes when the same command is run again.
+    Rerun the same command to resume.
     """
     from farspan.progress import bars
     from farspan.workflows.pretrain import estimate, pretrain, read_recipe

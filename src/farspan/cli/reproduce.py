@@ -43,7 +43,7 @@ def reproduce_command(
 ) -> None:
     """Run a study: train or find its models, fit every method, measure all of them alike.
 
-    An interrupted study resumes when the same command is run again.
+    Rerun the same command to resume.
     """
     from farspan.progress import bars
     from farspan.workflows.reproduce import estimate_study, reproduce, study_folder, summarize
