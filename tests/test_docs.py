@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import inspect
 import json
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import farspan
 from farspan.data.documents import read_documents
+from farspan.evals.suites import EvalConfig
 from farspan.lab.finetune import FinetuneConfig
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.networks import NetworkShape
@@ -124,6 +127,27 @@ def test_the_defaults_of_extend_are_those_of_the_code():
     )
     settings = [f"{key}={value}" for key, value in documented.items()]
     assert read_extend_config(None, settings) == replace(ExtendConfig(), search=search)
+
+
+def test_the_functions_of_the_python_page_have_the_arguments_of_the_code():
+    """Those of its own in the first table, with their defaults; those it shares in the second."""
+    text = (DOCS / "python.md").read_text().partition("\n## Functions")[2]
+    text = text.partition("The other commands:")[0]
+    shared = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    functions = re.findall(r"^\| `farspan\.(\w+)\(([^`]*)\)`", text, re.MULTILINE)
+    assert len(shared) == 7
+    assert len(functions) == 8
+    for name, arguments in functions:
+        written = [each for each in arguments.split(", ") if each not in ("*", "…", "**settings")]
+        written += [option for option, of in shared if of.startswith("all") != (f"`{name}`" in of)]
+        parameters = inspect.signature(getattr(farspan, name)).parameters
+        assert {each.partition("=")[0] for each in written} == parameters.keys() - {"settings"}
+        for argument, _, default in (each.partition("=") for each in written):
+            if default:
+                assert default.replace('"', "'") == repr(parameters[argument].default)
+    (settings,) = re.findall(r"`settings` of `evaluate` are (.*?):", text, re.DOTALL)
+    names = {field.name for field in fields(EvalConfig)} - {"preset"}
+    assert set(re.findall(r"`(\w+)`", settings)) == names
 
 
 def import_from_docs(name: str):
