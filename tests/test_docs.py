@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +16,25 @@ import pytest
 
 import farspan
 from farspan.data.documents import read_documents
+from farspan.diagnosis.result import Diagnosis
+from farspan.evals.results import EvalResult
 from farspan.evals.suites import EvalConfig
 from farspan.lab.finetune import FinetuneConfig
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.networks import NetworkShape
 from farspan.lab.study import LabStudy
+from farspan.loading import LoadedModel
 from farspan.methods.headscale import PASSKEYS, REPEATS, SearchConfig
 from farspan.methods.registry import ExtendConfig, read_extend_config
+from farspan.workflows.check import CheckResult
+from farspan.workflows.export import ExportResult
+from farspan.workflows.extend import ExtendResult
+from farspan.workflows.inspect import Inspection
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md"))]
+RESULTS = (LoadedModel, Inspection, Diagnosis, ExtendResult, EvalResult, ExportResult, CheckResult)
 COPIES = {"index.md", "contributing.md", "changelog.md"}  # made by docs/site_hooks.py
 
 
@@ -148,6 +156,14 @@ def test_the_functions_of_the_python_page_have_the_arguments_of_the_code():
     (settings,) = re.findall(r"`settings` of `evaluate` are (.*?):", text, re.DOTALL)
     names = {field.name for field in fields(EvalConfig)} - {"preset"}
     assert set(re.findall(r"`(\w+)`", settings)) == names
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.__name__)
+def test_the_results_of_the_python_page_have_the_fields_of_the_code(result):
+    page = (DOCS / "python.md").read_text()
+    (row,) = re.findall(rf"^\| `{result.__name__}` \| (.*) \|$", page, re.MULTILINE)
+    names = {field.name for field in fields(result)} if is_dataclass(result) else result._fields
+    assert set(names) <= set(re.findall(r"`(\w+)`", row))
 
 
 def import_from_docs(name: str):
