@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -29,8 +28,7 @@ class CallablePackage(ModuleType):
 def _package_doc(package: ModuleType) -> str:
     """The text of `help`: about the package, and about its function."""
     function = _function(package)
-    signature = re.sub(r"<function \S+ at 0x\w+>", "…", str(inspect.signature(function)))
-    call = f"{package.__name__}{signature}"
+    call = f"{package.__name__}{inspect.signature(function)}"
     return f"{vars(package)['__doc__']}\n\n{call}\n\n{inspect.getdoc(function)}"
 
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 Progress = Callable[[str, int], Callable[..., None]]
+Say = Callable[[str], None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -26,11 +27,32 @@ LEFT = " left"  # the end of a note that says the remaining time
 _displays: list[_Display] = []  # open now
 
 
+class _Default(Generic[P, T]):
+    """A function that signatures show by its name, without its address in memory."""
+
+    def __init__(self, function: Callable[P, T]):
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **options: P.kwargs) -> T:
+        return self.function(*args, **options)
+
+    def __repr__(self) -> str:
+        return self.function.__name__
+
+
+@_Default
+def ignore(*arguments: Any, **options: Any) -> None:
+    """Do nothing: the default of a callback."""
+
+
+@_Default
 def silent(label: str, steps: int) -> Callable[..., None]:
     """Show no progress."""
-    return lambda *arguments, **options: None
+    return ignore
 
 
+@_Default
 def automatic(label: str, steps: int) -> Callable[..., None]:
     """The default of Python functions: bars on a terminal or in a notebook, else nothing.
 
@@ -220,7 +242,7 @@ class Stage:
 def with_total(
     progress: Progress,
     stages: Sequence[Stage],
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
     processes: int = 1,
 ) -> Progress:
     """Progress with one more bar, which shows the remaining time of all stages together.
@@ -278,8 +300,8 @@ class _Total:
 class _TimedTotal(_Total):
     """The total of stages whose pace is known when steps after the first one were timed."""
 
-    def __init__(self, *arguments: Any, say: Callable[[str], None], processes: int):
-        self.say: Callable[[str], None] | None = say
+    def __init__(self, *arguments: Any, say: Say, processes: int):
+        self.say: Say | None = say
         self.processes = processes
         self.first: tuple[float, float] | None = None  # when the first step ended, and its cost
         super().__init__(*arguments)

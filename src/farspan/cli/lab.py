@@ -38,7 +38,7 @@ from farspan.cli.options import (
     out_option,
     overrides_argument,
 )
-from farspan.progress import format_duration
+from farspan.progress import format_duration, ignore
 from farspan.signals import stoppable
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def run_command(
                 device=device,
                 trust_remote_code=trust_remote_code,
                 progress=progress,
-                say=(lambda text: None) if as_json else print_text,
+                say=ignore if as_json else print_text,
             )
     show_study(result, folder, as_json)
 

@@ -26,6 +26,7 @@ from farspan.lab.fleet import MAX_LOGITS, Rows
 from farspan.lab.scratchpad import parse_parts
 from farspan.lab.study import TaskData, parse_length_range
 from farspan.lab.tasks import Example, LabTask, Range
+from farspan.progress import ignore
 from farspan.train.loop import StepCallback, TrainPlan, TrainResult, train
 from farspan.train.metadata import begin_of_text
 from farspan.train.optim import OptimizerConfig, make_optimizers
@@ -166,7 +167,7 @@ def finetune_model(
     rows: Rows,
     config: FinetuneConfig,
     folder: Path,
-    on_step: StepCallback = lambda metrics: None,
+    on_step: StepCallback = ignore,
 ) -> TrainResult:
     """Train all weights in float32 on the answers of the rows, or resume the run in the folder."""
     model.float().train()

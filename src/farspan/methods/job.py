@@ -24,7 +24,7 @@ from farspan.data.recall import ChangeRow
 from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.model.loss import token_losses
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, Say, ignore, silent
 from farspan.train.loop import TrainPlan
 from farspan.train.sharding import processes
 
@@ -59,7 +59,7 @@ class FitJob:
     begin: tuple[int, ...] = ()  # begin-of-text token in front of every window, if any
     details: dict[str, Any] = field(default_factory=dict)  # what methods add to the record
     progress: Progress = silent
-    say: Callable[[str], None] = lambda text: None  # what a method chooses, when it does
+    say: Say = ignore  # what a method chooses, when it does
 
     def patch(self, method: str, **changes: Any) -> Patch:
         """A patch for this job's model; `changes` are its scales, rope and weights."""

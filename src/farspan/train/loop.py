@@ -25,6 +25,7 @@ from torch import Tensor
 
 from farspan.errors import FarspanError, PreemptedError
 from farspan.files import naming, read_text, write_text
+from farspan.progress import ignore
 from farspan.signals import delay_signals
 from farspan.train import checkpoint
 from farspan.train.optim import OptimizerConfig, learning_rate, set_learning_rate
@@ -106,7 +107,7 @@ class TrainResult:
 
 
 def train(
-    task: TrainingTask, plan: TrainPlan, run: Path, on_step: StepCallback = lambda metrics: None
+    task: TrainingTask, plan: TrainPlan, run: Path, on_step: StepCallback = ignore
 ) -> TrainResult:
     """Start or resume the run in the folder `run`, and train to the last step.
 

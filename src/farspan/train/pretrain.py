@@ -19,7 +19,7 @@ from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers, prefer_cudnn
 from farspan.model.recompute import kernel_contexts
 from farspan.model.transformer import zero_outputs
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, ignore, silent
 from farspan.recipe import from_toml, to_toml
 from farspan.train import checkpoint
 from farspan.train.corpus import DataConfig, TrainingData, prepare_data
@@ -229,7 +229,7 @@ def pretrain(
     *,
     training_data: TrainingData | None = None,
     progress: Progress = silent,
-    on_step: StepCallback = lambda metrics: None,
+    on_step: StepCallback = ignore,
 ) -> tuple[FarspanForCausalLM, TrainingData, list[dict[str, Any]]]:
     """Start or resume the run of a recipe in the folder `run`; returns model, data and metrics."""
     state = processes()

@@ -39,7 +39,7 @@ from farspan.lab.theorems import (
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.loading import check_source, load, resolve_device
 from farspan.model.loss import token_losses
-from farspan.progress import Progress, automatic, shows_progress
+from farspan.progress import Progress, Say, automatic, ignore, shows_progress
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.workflows.diagnose import model_names
@@ -64,7 +64,7 @@ def compare_attention(
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = ignore,
 ) -> AttentionComparison:
     """Compare the attention of models on text, or on examples of a lab task.
 
@@ -282,7 +282,7 @@ def theorems(
     bos: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = ignore,
 ) -> PositionAnalysis:
     """Prove Kazemnejad 2023's theorems by constructed weights, and read positions from models.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,9 +39,11 @@ from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import (
     SAID_FROM,
     Progress,
+    Say,
     Stage,
     automatic,
     format_duration,
+    ignore,
     shows_progress,
     with_total,
 )
@@ -70,7 +72,7 @@ def diagnose(
     trust_remote_code: bool = False,
     rule: KneeRule | None = None,
     progress: Progress = automatic,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = ignore,
 ) -> Diagnoses:
     """One diagnosis per model or, with `scales`, per model and uniform scale.
 
@@ -171,7 +173,7 @@ def _announce(
     cut: Windows,
     readings: int,
     progress: Progress,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Progress:
     """Time a short window, and say what all windows take; the progress then shows the time left.
 
@@ -200,7 +202,7 @@ def _diagnose_model(
     train_length: int | None,
     rule: KneeRule,
     progress: Progress,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Iterator[Diagnosis]:
     """The diagnosis of a model as it is, or one for each uniform scale."""
     length = _checked_length(subject, cut, train_length)

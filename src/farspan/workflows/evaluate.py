@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -55,7 +55,7 @@ from farspan.loading import (
 )
 from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers
 from farspan.model_objects import ModelLike, ModelObject, accepts_model_objects
-from farspan.progress import Progress, automatic, shows_progress
+from farspan.progress import Progress, Say, automatic, ignore, shows_progress
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.sharding import processes
@@ -91,7 +91,7 @@ def evaluate(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = ignore,
     **settings: Any,
 ) -> EvalResult:
     """Measure a model; cells that the results folder `out` already holds are not measured again.
@@ -189,7 +189,7 @@ class _EvalRun:
     gates: list[Gate]
     out: Path
     progress: Progress
-    say: Callable[[str], None]
+    say: Say
     bos: str
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL
     has_baseline: bool = False
@@ -202,7 +202,7 @@ class _EvalRun:
         gates: str | Sequence[str],
         out: Path,
         progress: Progress,
-        say: Callable[[str], None],
+        say: Say,
         bos: str,
     ) -> _EvalRun:
         """Check everything that can be checked before a model is loaded."""

@@ -40,7 +40,7 @@ from farspan.methods.registry import (
 )
 from farspan.model.loss import last_logits_cpu
 from farspan.model_objects import ModelLike, accepts_model_objects
-from farspan.progress import Progress, Stage, automatic, shows_progress, with_total
+from farspan.progress import Progress, Say, Stage, automatic, ignore, shows_progress, with_total
 from farspan.recipe import to_toml
 from farspan.record import write_record
 from farspan.summaries import Plotted, draw
@@ -52,7 +52,7 @@ from farspan.workflows.extend_estimate import (
     extension_stages,
     training_changes,
 )
-from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, Say, make_run, prepare
+from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, make_run, prepare
 from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def extend(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
-    say: Say = lambda text: None,
+    say: Say = ignore,
 ) -> ExtendResult:
     """Extend a model to `to` tokens: fit `method` and write the patch to the new folder `out`.
 
@@ -180,7 +180,7 @@ def estimate_extension(
     31981568
     """
     given = (method, preset, recipe, overrides, position, bos, device, device_map)
-    run = make_run(model, *given, trust_remote_code, progress, lambda text: None)
+    run = make_run(model, *given, trust_remote_code, progress, ignore)
     prepared = prepare(run, data, parse_length(to), train_length, Path("unused"))
     return _estimate(prepared)[0]
 

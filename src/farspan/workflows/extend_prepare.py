@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -46,7 +46,7 @@ from farspan.methods.registry import (
 )
 from farspan.model.loss import token_losses
 from farspan.model_objects import ModelObject
-from farspan.progress import Progress
+from farspan.progress import Progress, Say
 from farspan.train.metadata import begin_of_text
 from farspan.train.search_text import (
     describe_search_text,
@@ -60,7 +60,6 @@ from farspan.workflows.inspect import describe_temperatures
 from farspan.workflows.search_folder import search_path
 
 Data = str | Path | Mapping[str, str | Path]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)

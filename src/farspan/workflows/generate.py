@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from farspan.errors import FarspanError
 from farspan.evals.decoding import default_generation_config, encode_prompt, end_tokens
 from farspan.loading import resolve_device
 from farspan.model_objects import ModelLike, accepts_model_objects
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, Say, ignore, silent
 
 MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow
 
@@ -57,7 +57,7 @@ def generate(
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = silent,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = ignore,
 ) -> Iterator[str]:
     """Yield the continuation of a prompt in pieces of text.
 

@@ -34,7 +34,7 @@ from farspan.lab.tasks import LabTask, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.lengths import parse_length_range
 from farspan.loading import resolve_device
-from farspan.progress import Progress, automatic, shows_progress
+from farspan.progress import Progress, Say, automatic, ignore, shows_progress
 from farspan.recipe import load_recipe, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
@@ -42,7 +42,6 @@ from farspan.report.study_tables import markdown
 from farspan.summaries import Plotted, draw, shorten
 from farspan.workflows.lab_estimate import announce
 from farspan.workflows.lab_training import (
-    Say,
     cell_keys,
     custom_task_data,
     make_runner,
@@ -132,7 +131,7 @@ def run(
     device: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress = automatic,
-    say: Say = lambda text: None,
+    say: Say = ignore,
 ) -> LabResult:
     """Train and evaluate the missing models of a study, wait for other processes, write results.
 
@@ -164,7 +163,7 @@ def summarize(
     recipe: str,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
-    say: Say = lambda text: None,
+    say: Say = ignore,
     *,
     trust_remote_code: bool = False,
 ) -> LabResult:

@@ -43,12 +43,11 @@ from farspan.lab.study import (
 )
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model import FarspanForCausalLM
-from farspan.progress import Progress, silent
+from farspan.progress import Progress, Say, ignore, silent
 from farspan.record import environment
 from farspan.signals import end_with_parent
 
 JOIN_TIMEOUT = 5.0  # seconds for a worker process to notice that the study is finished
-Say = Callable[[str], None]
 
 
 def cell_keys(study: LabStudy) -> dict[LabCell, str]:
@@ -135,7 +134,7 @@ def make_runner(
     out: Path,
     device: str,
     progress: Progress = silent,
-    say: Say = lambda text: None,
+    say: Say = ignore,
 ) -> StudyRunner:
     keys = cell_keys(study)
     cells = Cells(out, say=say)

@@ -23,9 +23,11 @@ from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.progress import (
     SAID_FROM,
     Progress,
+    Say,
     Stage,
     automatic,
     format_duration,
+    ignore,
     shows_progress,
     with_total,
 )
@@ -180,8 +182,8 @@ def pretrain(
     out: str | Path | None = None,
     *,
     progress: Progress = automatic,
-    on_step: StepCallback = lambda metrics: None,
-    say: Callable[[str], None] = lambda text: None,
+    on_step: StepCallback = ignore,
+    say: Say = ignore,
 ) -> PretrainResult:
     """Train a recipe, or resume its run, and write the finished model to OUT/model.
 
@@ -230,7 +232,7 @@ def _announce(
     name: str,
     progress: Progress,
     on_step: StepCallback,
-    say: Callable[[str], None],
+    say: Say,
 ) -> StepCallback:
     """Say what the training takes at least; the steps show a bar, and when timed, their total."""
     cost, steps = estimate(config), config.train.steps

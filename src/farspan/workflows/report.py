@@ -15,6 +15,7 @@ from farspan.data.jsonlines import read_rows
 from farspan.errors import CorruptError, FarspanError, at_least_one, install_hint
 from farspan.files import read_json, write_text
 from farspan.loading import is_patch
+from farspan.progress import Say, ignore
 from farspan.report.page import SECTIONS, Run, page
 from farspan.report.samples import compress
 from farspan.train.loop import METRICS
@@ -27,7 +28,7 @@ def report(
     folders: str | Path | Sequence[str | Path],
     out: str | Path = "report.html",
     *,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = ignore,
 ) -> Path:
     """Write one HTML page about the runs in `folders`; it needs no network to be viewed.
 
