@@ -289,6 +289,13 @@ def test_stop_signal_lost_in_a_destructor_is_raised_again(number, name):
     assert sys.unraisablehook is hook
 
 
+def test_refuses_a_results_folder_that_cannot_be_made(tmp_path):
+    check_results_folder(tmp_path / "new" / "deep", "eval")
+    (tmp_path / "file").touch()
+    with pytest.raises(FarspanError, match="file is not a writable folder; choose another"):
+        check_results_folder(tmp_path / "file" / "results", "eval")
+
+
 def test_refuses_the_results_folder_of_another_command(tmp_path):
     (tmp_path / "cells").mkdir()
     check_results_folder(tmp_path, "eval")

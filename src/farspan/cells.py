@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from farspan.errors import CorruptError, FarspanError
-from farspan.files import create_locked, naming, read_json, remove_abandoned, write_json
+from farspan.files import (
+    check_can_create,
+    create_locked,
+    naming,
+    read_json,
+    remove_abandoned,
+    write_json,
+)
+from farspan.progress import Say, ignore
 
 HEARTBEAT = 10.0  # seconds between two heartbeats of a claim
 STALE = 120.0  # seconds without a heartbeat after which a process on another machine counts as dead
@@ -52,9 +60,10 @@ def check_results_folder(folder: Path, command: str) -> None:
 
     It may hold other files, belong to another command, or be read-only.
     """
-    if folder.exists() and not (
-        folder.is_dir() and ((folder / "cells").is_dir() or not any(folder.iterdir()))
-    ):
+    if not folder.exists():
+        check_can_create(folder)
+        return
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "cells").is_dir()):
         raise FarspanError(f"{folder} exists and is not a results folder; choose another name")
     folders = (folder, folder / "cells", folder / "claims")
     if not all(os.access(path, os.W_OK) for path in folders if path.exists()):
@@ -77,9 +86,7 @@ def _command_of(folder: Path) -> str | None:
 class Cells:
     """A results folder: cells/KEY.json for a finished cell, claims/KEY.N for a claimed one."""
 
-    def __init__(
-        self, folder: Path, *, say: Callable[[str], None] = lambda text: None, stale: float = STALE
-    ):
+    def __init__(self, folder: Path, *, say: Say = ignore, stale: float = STALE):
         self._results, self._claims = folder / "cells", folder / "claims"
         self._say, self._stale = say, stale
         for path in (self._results, self._claims):
@@ -298,7 +305,7 @@ def compute_unclaimed(
     work: Callable[[T], dict[str, Any]],
     *,
     describe: Callable[[T], Mapping[str, Any]] = lambda item: {},
-    on_done: Callable[[str], None] = lambda key: None,
+    on_done: Callable[[str], None] = ignore,
 ) -> dict[str, dict[str, Any]]:
     """One pass: read the finished cells, compute those that nobody has claimed, skip the rest."""
     results: dict[str, dict[str, Any]] = {}
@@ -321,7 +328,7 @@ def finish(
     work: Callable[[T], dict[str, Any]],
     *,
     describe: Callable[[T], Mapping[str, Any]] = lambda item: {},
-    on_done: Callable[[str], None] = lambda key: None,
+    on_done: Callable[[str], None] = ignore,
     wait: float = WAIT,
 ) -> dict[str, dict[str, Any]]:
     """The results of all cells, in the order of `todo`.

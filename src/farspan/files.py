@@ -248,6 +248,11 @@ def check_absent(path: Path) -> None:
         raise FarspanError(
             f"{path} already exists and is not empty; choose another name, or remove it first"
         )
+    check_can_create(path)
+
+
+def check_can_create(path: Path) -> None:
+    """Refuse an output path whose folder is not writable, or no folder."""
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise FarspanError(
