@@ -275,6 +275,21 @@ def test_code_runs_only_when_it_is_trusted(tmp_path, command):
         read_study(recipe)
 
 
+def test_files_of_a_base_are_found_beside_it(tmp_path):
+    """Also if the recipe that inherits from it lies in another folder, and changes them."""
+    for name in ("base", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"{EVEN}\n# {name}\n")
+    base = Path(write_recipe(tmp_path / "base", FUNCTION))
+    (tmp_path / "other" / "my.toml").write_text('base = "../base/my.toml"\nseeds = [1]')
+    recipe = str(tmp_path / "other" / "my.toml")
+    files = [
+        read_study(recipe, overrides, **TRUST).custom_tasks["mine"].file
+        for overrides in ([], ["custom_tasks.mine.file=mine.py:make"])
+    ]
+    assert files == [f"{base.parent}/mine.py:make", f"{tmp_path}/other/mine.py:make"]
+
+
 @pytest.mark.long
 def test_worker_processes_load_the_same_code(tmp_path):
     (tmp_path / "mine.py").write_text(EVEN)

@@ -23,9 +23,11 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from farspan.errors import FarspanError, suggest
+from farspan.progress import ignore
 
 T = TypeVar("T")
 Keys = tuple[str, ...]
+Prepare = Callable[[dict[str, Any], Path], None]
 
 _type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)  # slow, and asked for often
 WIDTH = 100  # a longer list is written with one item a line
@@ -45,17 +47,18 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     recipe_dir: Path,
-    prepare: Callable[[dict[str, Any]], None] = lambda document: None,
+    prepare: Prepare = ignore,
 ) -> T:
     """Read a recipe by its name in recipe_dir or by the path of a `.toml` file.
 
     Its bases are read first, then the file, then the overrides; later values win. `prepare` may
-    change the document, whose values are not checked yet, before it becomes a dataclass.
+    change the document of each file, whose values are not checked yet, given the folder of the
+    file; last the whole document, for the overrides, given the folder of the recipe's path.
     """
-    document = _document(_find(str(source), recipe_dir), recipe_dir)
+    document = _document(_find(str(source), recipe_dir), recipe_dir, prepare)
     for text in overrides:
         document = _overridden(kind, document, text)
-    prepare(document)
+    prepare(document, Path(source).parent)
     return _checked(kind, document)
 
 
@@ -98,20 +101,23 @@ def _find(source: str, recipe_dir: Path, child: Path | None = None) -> Path:
     )
 
 
-def _document(path: Path, recipe_dir: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _document(
+    path: Path, recipe_dir: Path, prepare: Prepare = ignore, children: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     """A file merged over its base, recursively."""
     document = _parse(_text(path), str(path))
     if path.resolve() in [child.resolve() for child in children]:
         cycle = " -> ".join(map(str, (*children, path)))
         raise FarspanError(f"the bases of {children[0]} form a cycle, {cycle}; remove one base")
     base = document.pop("base", None)
+    prepare(document, path.parent)
     if base is None:
         return document
     if not isinstance(base, str):
         raise FarspanError(
             f"base = {_format_value(base)} in {path} is invalid; write the name or path of a recipe"
         )
-    inherited = _document(_find(base, recipe_dir, path), recipe_dir, (*children, path))
+    inherited = _document(_find(base, recipe_dir, path), recipe_dir, prepare, (*children, path))
     inherited.pop("title", None)  # it describes the base only
     return _merge(inherited, document)
 

@@ -57,14 +57,14 @@ def read_study(
     """A recipe by name or file, with `key=value` overrides.
 
     trust_remote_code: run the code of custom tasks and encodings. Their paths are relative to the
-        folder of the recipe's file, or to the current folder for a recipe by name.
+        folder of the file that names them; those of overrides to the folder of the recipe's file,
+        or to the current folder for a recipe by name.
 
     >>> read_study("lab-tiny", ["train.steps=100"]).train.steps
     100
     """
-    folder = Path(recipe).parent if recipe.endswith(".toml") else Path()
 
-    def resolve_files(document: dict[str, Any]) -> None:
+    def resolve_files(document: dict[str, Any], folder: Path) -> None:
         trusted = {"trust_remote_code": trust_remote_code}
         for name, task in _table(document, "custom_tasks").items():
             if isinstance(task, dict) and isinstance(file := task.get("file"), str):
