@@ -335,6 +335,12 @@ def test_a_dry_run_lists_what_is_missing_and_writes_nothing(tiny, finished, monk
     table = dry_run(finished.out)
     assert re.search(r"nope-twin\W+yes\W+5\W+1\W", table)
     assert "in total" in table
+    assert "benchmarks" not in table
+    with_benchmarks = dry_run(tiny / "new", "benchmarks.passkey_lengths=2")
+    assert "one timed window, without the benchmarks" in " ".join(with_benchmarks.split())
+    (finished.out / "record.json").write_text('{"command": "eval"}')
+    with pytest.raises(FarspanError, match="holds the results of `farspan eval`"):
+        reproduce_workflow.estimate_study(str(tiny / "study.toml"), [], finished.out)
 
 
 def test_results_as_json_are_those_of_python(tiny, finished, monkeypatch, capsys):
@@ -407,6 +413,16 @@ def test_study_measures_every_cell_once_and_resumes(tiny, finished):
     assert ["±" in row[3] for row in rows] == [False, False, True], (
         "seeds are averaged, with their spread"
     )
+
+
+def test_a_damaged_cell_is_reported(tiny, finished, monkeypatch):
+    """Also where the estimate before the run is the first to read it."""
+    monkeypatch.setattr(reproduce_workflow, "_trained_model", lambda *args: tiny / "model")
+    (uniform,) = [f for f in finished.out.glob("cells/*.json") if '"uniform"' in f.read_text()]
+    uniform.write_text("{}")
+    messages: list[str] = []
+    reproduce(str(tiny / "study.toml"), [], finished.out, say=messages.append)
+    assert f"{uniform} is incomplete; it is set aside as {uniform.stem}" in messages[0]
 
 
 @pytest.mark.parametrize(("factor", "middle"), [(1, 56.5), (2, 120.5), (4, 248.5)])

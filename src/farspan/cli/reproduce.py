@@ -47,12 +47,13 @@ def reproduce_command(
     """
     from farspan.progress import bars
     from farspan.workflows.reproduce import estimate_study, reproduce, study_folder, summarize
+    from farspan.workflows.reproduce_study import read_study
 
     folder = study_folder(study, out)
     if dry_run:
         with bars() as progress:
             models = estimate_study(study, overrides or [], out, device=device, progress=progress)
-        show_estimate(models, as_json)
+        show_estimate(models, read_study(study, overrides or []).has_benchmarks, as_json)
         return
     if report_only:
         results = summarize(study, overrides or [], folder, note)
@@ -69,11 +70,12 @@ def reproduce_command(
     print_saved("tables, results and figures", folder)
 
 
-def show_estimate(models: Sequence[ModelEstimate], as_json: bool) -> None:
+def show_estimate(models: Sequence[ModelEstimate], has_benchmarks: bool, as_json: bool) -> None:
     if as_json:
         print_json([model.to_dict() for model in models])
         return
-    table = make_table(caption="time: at most, from one timed window, without the benchmarks")
+    benchmarks = ", without the benchmarks" if has_benchmarks else ""
+    table = make_table(caption=f"time: at most, from one timed window{benchmarks}")
     for column in ("model", "trained"):
         table.add_column(column)
     for column in ("cells", "to measure", "time"):

@@ -9,7 +9,7 @@ cells.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,17 @@ from farspan.cells import (
 from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json, write_text
-from farspan.loading import (
-    check_source,
-    load_config,
-    load_tokenizer,
-    resolve_device,
-)
+from farspan.loading import check_source, load_config, load_tokenizer, resolve_device
 from farspan.methods.headscale import SearchConfig
-from farspan.methods.registry import (
-    check_compatible,
-)
+from farspan.methods.registry import check_compatible
 from farspan.methods.swan import SwanConfig
 from farspan.progress import (
     SAID_FROM,
     Progress,
+    Say,
     automatic,
     format_duration,
+    ignore,
     shows_progress,
     with_total,
 )
@@ -53,7 +48,6 @@ from farspan.report.study_tables import passkey_scores, study_report, summary_li
 from farspan.report.style import save
 from farspan.summaries import ResultList, draw
 from farspan.workflows.pretrain import pretrain, read_recipe
-from farspan.workflows.reproduce_benchmarks import StudyBenchmarks
 from farspan.workflows.reproduce_cells import Result, measure_cell, measure_grid
 from farspan.workflows.reproduce_estimate import ModelEstimate, model_stages
 from farspan.workflows.reproduce_study import (
@@ -70,7 +64,6 @@ from farspan.workflows.reproduce_texts import StudyTexts
 FORMAT = 4  # of a cell's result; raise it with every change to what a cell computes or measures
 
 AnyCell = StudyCell | GridCell
-Say = Callable[[str], None]
 
 
 class StudyResults(ResultList):
@@ -94,7 +87,7 @@ def reproduce(
     *,
     device: str | None = None,
     progress: Progress = automatic,
-    say: Say = lambda text: None,
+    say: Say = ignore,
 ) -> StudyResults:
     """Run the missing cells of a study and return the results of all its cells.
 
@@ -158,14 +151,12 @@ def _announce(
     say: Say,
 ) -> Progress:
     """Say what the missing cells and models take; the progress then shows the time left of all."""
-    models = _estimate_models(texts, cells, out, device, progress)
+    models = _estimate_models(texts, cells, out, device, progress, say)
     if (seconds := sum(model.seconds for model in models)) >= SAID_FROM:
         missing = sum(model.missing for model in models)
         untrained = sum(not model.trained for model in models)
         training = f", {untrained} model{'s' * (untrained > 1)} to train" if untrained else ""
-        benchmarks = (
-            "" if texts.study.benchmarks == StudyBenchmarks() else " without the benchmarks"
-        )
+        benchmarks = " without the benchmarks" if texts.study.has_benchmarks else ""
         say(
             f"{missing} of {len(cells)} cells to measure{training}: at most about "
             f"{format_duration(seconds)}{benchmarks}"
@@ -174,10 +165,15 @@ def _announce(
 
 
 def _estimate_models(
-    texts: StudyTexts, cells: Sequence[AnyCell], out: Path, device: str, progress: Progress
+    texts: StudyTexts,
+    cells: Sequence[AnyCell],
+    out: Path,
+    device: str,
+    progress: Progress,
+    say: Say = ignore,
 ) -> list[ModelEstimate]:
     study = texts.study
-    store = Cells(out) if (out / "cells").is_dir() else None  # it would make the folder
+    store = Cells(out, say=say) if (out / "cells").is_dir() else None  # it would make the folder
     advance, models = progress("estimate the time", len(study.methods)), []
     for name in study.methods:
         trained, missing = _trained_model(study, name), [c for c in cells if c.model == name]
@@ -202,6 +198,7 @@ def estimate_study(
 ) -> list[ModelEstimate]:
     """Check a study as `reproduce` does, and say what is missing of it. Writes nothing."""
     recipe, out = read_study(study, overrides), study_folder(study, out)
+    check_results_folder(out, "reproduce")
     texts, cells = _checked(recipe)
     return _estimate_models(texts, cells, out, resolve_device(device), progress)
 
@@ -220,7 +217,7 @@ def summarize(
     study: str,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
-    say: Say = lambda text: None,
+    say: Say = ignore,
 ) -> StudyResults:
     """Rewrite the report from the finished cells of a study and return their results."""
     recipe, out = read_study(study, overrides), study_folder(study, out)
@@ -329,7 +326,7 @@ def _settings(study: ReproduceStudy, factor: int) -> dict[str, Any]:
     settings = {name: value for name, value in asdict(study).items() if name not in excluded}
     if not study.same_tokens:  # as before there was such a setting
         del settings["same_tokens"]
-    if study.benchmarks == StudyBenchmarks():
+    if not study.has_benchmarks:
         del settings["benchmarks"]
     for name in ("max_steps", "min_gain", "quick", "passkeys", "answers", "tail"):
         if getattr(study.extension.search, name) == getattr(SearchConfig, name):

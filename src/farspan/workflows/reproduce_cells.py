@@ -30,7 +30,7 @@ from farspan.model.loss import losses_by_context
 from farspan.progress import Progress
 from farspan.train.metadata import begin_of_text
 from farspan.workflows.eval_models import passkeys_in_training, searched_on_passkeys
-from farspan.workflows.reproduce_benchmarks import StudyBenchmarks, benchmark_scores
+from farspan.workflows.reproduce_benchmarks import benchmark_scores
 from farspan.workflows.reproduce_study import GridCell, StudyCell, method_config, text_name
 from farspan.workflows.reproduce_texts import StudyTexts
 
@@ -65,7 +65,7 @@ def measure_cell(
         torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"),
     ):
         result |= _measure(texts, cell, model, tokenizer, length)
-        if texts.study.benchmarks != StudyBenchmarks():
+        if texts.study.has_benchmarks:
             result["scores"] = benchmark_scores(
                 texts.study.benchmarks,
                 texts.study.path,

@@ -80,6 +80,10 @@ class ReproduceStudy:
     def files(self) -> tuple[str, ...]:
         return self.search, self.choose, *self.report
 
+    @property
+    def has_benchmarks(self) -> bool:
+        return self.benchmarks != StudyBenchmarks()
+
     def _check_lists(self) -> None:
         for name in ("methods", "factors", "seeds", "report"):
             if not getattr(self, name):
