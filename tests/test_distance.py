@@ -323,6 +323,9 @@ def test_unused_options_are_refused_before_loading(no_loading, options, message)
         compare_attention(["nope-twin", "rope-twin"], **options)
 
 
-def test_theorems_checks_all_models_before_loading(no_loading):
+@pytest.mark.parametrize("function", [theorems, compare_attention])
+def test_all_models_and_the_text_are_checked_before_loading(no_loading, function):
     with pytest.raises(FarspanError, match="'typo' is neither a folder nor a hub id"):
-        theorems(["nope-twin", "typo"], length=16)
+        function(["nope-twin", "typo"], length=16)
+    with pytest.raises(FarspanError, match="'typo.txt' is not a file, folder or data set"):
+        function(["nope-twin", "rope-twin"], "typo.txt", length=16)

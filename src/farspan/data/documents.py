@@ -44,15 +44,30 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     'python-docs'
     """
     path = Path(source)
-    if not str(source):
-        raise FarspanError(f"no text was given; pass a file, a folder, or {PYTHON_DOCS}")
-    if str(source).partition("/")[0] == PYTHON_DOCS and not path.exists():
+    check_text(source)
+    if _is_python_docs(source):
         return iter([_read_python_docs(str(source).partition("/")[2])])
     if path.is_dir():
         return _read_folder(path)
     if path.is_file():
         return _read_file(path)
     return _read_hub(str(source))
+
+
+def check_text(source: str | Path) -> None:
+    """Refuse a source that is neither here nor on the hub by its name, before a model is loaded."""
+    if not str(source):
+        raise FarspanError(f"no text was given; pass a file, a folder, or {PYTHON_DOCS}")
+    is_local = _is_python_docs(source) or Path(source).is_dir() or Path(source).is_file()
+    if not is_local and not is_hub_id(str(source)):
+        raise FarspanError(
+            f"{str(source)!r} is not a file, folder or data set; check the path, or use "
+            f"{PYTHON_DOCS}"
+        )
+
+
+def _is_python_docs(source: str | Path) -> bool:
+    return str(source).partition("/")[0] == PYTHON_DOCS and not Path(source).exists()
 
 
 def share_text(first: str | Path, second: str | Path) -> bool:
@@ -68,8 +83,7 @@ def share_text(first: str | Path, second: str | Path) -> bool:
 
 
 def _resolve(source: str | Path) -> Path:
-    path = Path(source)
-    return path if path.parts[:1] == (PYTHON_DOCS,) and not path.exists() else path.resolve()
+    return Path(source) if _is_python_docs(source) else Path(source).resolve()
 
 
 def _read_python_docs(part: str) -> Document:
@@ -188,10 +202,6 @@ def _read_parquet(path: Path) -> Iterator[Document]:
 
 
 def _read_hub(name: str) -> Iterator[Document]:
-    if not is_hub_id(name):
-        raise FarspanError(
-            f"{name!r} is not a file, folder or data set; check the path, or use {PYTHON_DOCS}"
-        )
     datasets = _import_extra("datasets", name)
     reason = unavailable_reason(name, "dataset")
     try:

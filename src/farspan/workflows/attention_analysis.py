@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
-from farspan.data.documents import read_documents
+from farspan.data.documents import check_text, read_documents
 from farspan.data.windows import cut_windows
 from farspan.diagnosis.curves import check_losses
 from farspan.errors import FarspanError, at_least_one
@@ -96,6 +96,9 @@ def compare_attention(
         batches, starts = _example_batches(lab_task, words, lengths, windows, scratchpad)
         loaded = _load_lab_models(models, device, words, trust_remote_code)
     else:
+        check_text(data)
+        for model in models:
+            check_source(model, trust_remote_code=trust_remote_code)
         loaded, tokenizer, begin = _load_with_shared_tokenizer(
             models, bos, device, trust_remote_code
         )
@@ -298,6 +301,7 @@ def theorems(
     device = resolve_device(device)
     for model in models:
         check_source(model, trust_remote_code=trust_remote_code)
+    check_text(data)
     proofs = [prove(linear(length, 0.5)), prove(look_back(length, 3, 1.0))]
 
     def read(model: str, name: str) -> list[PositionReadout]:  # one model in memory at a time

@@ -22,7 +22,7 @@ from farspan.attention.patch import Patch
 from farspan.attention.rope import reset_dynamic_rope
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.bundled import resolve_bundled
-from farspan.data.documents import PYTHON_DOCS, read_documents
+from farspan.data.documents import PYTHON_DOCS, check_text, read_documents
 from farspan.data.windows import cut_windows
 from farspan.errors import FarspanError
 from farspan.evals.agreement import (
@@ -132,17 +132,13 @@ def check(
     >>> farspan.check("rope-1k", farspan.export("rope-1k", "rope-1k-stock", "stock").folder).holds
     True
     """
+    check_text(data)
     options: LoadOptions = {
         "device": resolve_device(device),
         "position": position,
         "trust_remote_code": trust_remote_code,
     }
-    if _is_llama(engine):
-        if not Path(engine).is_file():
-            raise FarspanError(f"{engine} does not exist; check the path")
-    elif not is_url(engine):
-        check_source(engine, trust_remote_code=trust_remote_code)
-    check_engine_options([engine], EngineOptions(served_model))
+    _check_engine(engine, served_model, trust_remote_code)
     patch = find_patch(model)
     live, tokenizer, begin = load_with_begin_of_text(model, bos, **options)
     live = upcast_small_model(live)
@@ -181,6 +177,16 @@ def check(
         else compare_losses(other, here, base, tolerance)
     )
     return CheckResult(str(model), str(engine), by, len(ids), agreement, patch is not None)
+
+
+def _check_engine(engine: str | Path, served_model: str, trust_remote_code: bool) -> None:
+    """Refuse an engine that is not there before the model is loaded."""
+    if _is_llama(engine):
+        if not Path(engine).is_file():
+            raise FarspanError(f"{engine} does not exist; check the path")
+    elif not is_url(engine):
+        check_source(engine, trust_remote_code=trust_remote_code)
+    check_engine_options([engine], EngineOptions(served_model))
 
 
 def _compared_by(server: Engine | None, engine: str | Path, tolerance: float | None) -> str:

@@ -17,7 +17,7 @@ from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
 from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
-from farspan.data.documents import read_documents
+from farspan.data.documents import check_text, read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.diagnosis.curves import check_losses, measure_curves
@@ -95,6 +95,7 @@ def diagnose(
     if out is not None:
         check_absent(Path(out))
     check_device_map(device_map, device)
+    check_text(data)
     device = None if device_map else resolve_device(device)
     for source in sources:
         _check_scalable(source, scales)

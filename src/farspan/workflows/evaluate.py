@@ -22,6 +22,8 @@ from farspan.batching import out_of_memory
 from farspan.begin_of_text import BeginOfText, check_choice
 from farspan.bundled import resolve_bundled
 from farspan.cells import Cells, cell_key, check_results_folder, compute_unclaimed, finish
+from farspan.data.documents import check_text
+from farspan.data.tokens import fingerprint
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError, first_line
@@ -210,6 +212,8 @@ class _EvalRun:
         gates = [gates] if isinstance(gates, str) else gates
         suite, parsed = find_suite(name), [parse_gate(text) for text in gates]
         texts = named_texts(name, suite, config.data)
+        for text in texts.values() if suite.texts is None else ():  # others have other forms
+            check_text(text)
         check_unused_settings(name, config)
         config = suite.complete(config)
         check_results_folder(out, "eval")

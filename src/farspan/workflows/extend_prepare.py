@@ -16,7 +16,7 @@ from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
 from farspan.begin_of_text import BeginOfText, check_choice, decide_begin_of_text
 from farspan.bundled import resolve_bundled
-from farspan.data.documents import read_documents
+from farspan.data.documents import check_text, read_documents
 from farspan.data.windows import Windows, cut_windows
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError, first_line
@@ -52,6 +52,7 @@ from farspan.train.search_text import (
     describe_search_text,
     is_mixture,
     overlapping,
+    read_mixture,
     search_text,
     split_text,
 )
@@ -59,6 +60,7 @@ from farspan.train.sharding import processes
 from farspan.workflows.inspect import describe_temperatures
 from farspan.workflows.search_folder import search_path
 
+SPLITS = ("search", "choose", "report")
 Data = str | Path | Mapping[str, str | Path]
 
 
@@ -163,6 +165,7 @@ class Prepared:
 
 def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: Path) -> Prepared:
     """Load the model, check that it can be extended so, and cut its text."""
+    _check_texts(data)
     advance = run.progress("load and read", 2)
     model, tokenizer = run.load()
     if run.start is not None:
@@ -191,6 +194,31 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     default = preset_config(run.preset)
     unused = unused_settings(run.names, layers, model, job, run.config, default)
     return Prepared(run, model, tokenizer, layers, splits, made, job, (*notes, *unused), begin)
+
+
+def _check_texts(data: Data) -> None:
+    """Refuse texts that are not there or cannot be used, by their names."""
+    texts = {"search": data} if isinstance(data, str | Path) else data
+    if texts is data and set(texts) != set(SPLITS):
+        raise FarspanError(
+            f"the texts are named {', '.join(texts)}; give one corpus, or three as search=PATH, "
+            "choose=PATH and report=PATH"
+        )
+    for name, text in texts.items():
+        if not is_mixture(text):
+            check_text(text)
+        elif name == "search":
+            read_mixture(text)
+        else:
+            raise FarspanError(
+                f"{name}={text} is a mixture, which only search can be; give a text, or the "
+                "mixture alone, which is then split"
+            )
+    for one, other in combinations(texts, 2):
+        if overlapping(texts[one], texts[other]):
+            raise FarspanError(
+                f"{one}={texts[one]} and {other}={texts[other]} overlap; give three disjoint texts"
+            )
 
 
 def _check_same_weights(source: str | Path, patched: PreTrainedModel) -> None:
@@ -321,22 +349,6 @@ def _split_text(
     }
     if isinstance(data, str | Path):
         return split_text(data, tokenizer, lengths, limits, train_length, **options)
-    if set(data) != set(lengths):
-        raise FarspanError(
-            f"the texts are named {', '.join(data)}; give one corpus, or three as search=PATH, "
-            "choose=PATH and report=PATH"
-        )
-    for name in ("choose", "report"):
-        if is_mixture(data[name]):
-            raise FarspanError(
-                f"{name}={data[name]} is a mixture, which only search can be; give a text, or the "
-                "mixture alone, which is then split"
-            )
-    for one, other in combinations(lengths, 2):
-        if overlapping(data[one], data[other]):
-            raise FarspanError(
-                f"{one}={data[one]} and {other}={data[other]} overlap; give three disjoint texts"
-            )
     search = search_text(
         data["search"], tokenizer, search_length, searched, train_length, **options
     )
