@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import farspan
 from families import FAMILIES
@@ -862,6 +863,42 @@ def test_refuses_impossible_shape_in_a_recipe(
     assert status == 2
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "extend nope-twin --to 1024 -o PATH --dry-run",
+        "pretrain twin-nope -o PATH --dry-run",
+        "lab run lab-tiny -o PATH --dry-run",
+        "reproduce best-scales -o PATH --dry-run",
+    ],
+)
+def test_a_dry_run_refuses_an_output_that_the_run_would(tmp_path, capsys, monkeypatch, command):
+    (tmp_path / "taken").write_text("mine")
+    arguments = command.replace("PATH", str(tmp_path)).split()
+    status, error = run_refused(capsys, monkeypatch, *arguments)
+    assert status == 2
+    assert f"{tmp_path} " in error
+    assert "choose another" in error
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: farspan.diagnose("nope-twin", "typo.txt"),
+        lambda: farspan.extend("nope-twin", 1024, data="typo.txt"),
+        lambda: farspan.extend("nope-twin", 1024, data={"search": "python-docs/search"}),
+        lambda: farspan.evaluate("nope-twin", data="typo.txt"),
+        lambda: farspan.check("nope-twin", "nope-twin", data="typo.txt"),
+    ],
+)
+def test_a_text_that_is_not_there_is_refused_before_a_model_is_loaded(monkeypatch, run):
+    monkeypatch.setattr(
+        PreTrainedModel, "from_pretrained", lambda *args, **options: pytest.fail("it loads")
+    )
+    with pytest.raises(FarspanError, match=r"'typo.txt' is not a file|the texts are named search"):
+        run()
 
 
 def test_a_patch_where_a_model_is_needed_is_named_as_such():

@@ -34,6 +34,7 @@ from farspan.cli.options import (
     overrides_argument,
     parse_data,
 )
+from farspan.files import check_absent
 from farspan.progress import format_duration
 from farspan.signals import stoppable
 
@@ -126,6 +127,8 @@ def extend_command(
     where = out or "the patch folder"
     with stoppable(f"nothing was written to {where} yet"), bars() as progress:
         if dry_run:
+            if out is not None:
+                check_absent(out)
             estimate = estimate_extension(model, to, method, progress=progress, **options)
         else:
             extension = extend(model, to, out, method, progress=progress, say=note, **options)

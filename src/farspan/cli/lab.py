@@ -139,11 +139,14 @@ def run_command(
 
     Rerun the same command to resume.
     """
+    from farspan.cells import check_results_folder
     from farspan.progress import bars
     from farspan.workflows.lab import read_study, results_folder, run, summarize
     from farspan.workflows.lab_estimate import estimate
 
     if dry_run:
+        if out is not None:
+            check_results_folder(out, "lab run")
         study = read_study(recipe, overrides or [], trust_remote_code=trust_remote_code)
         show_estimates(estimate(study, device), as_json)
         return

@@ -47,10 +47,14 @@ def pretrain_command(
     Rerun the same command to resume.
     """
     from farspan.progress import bars
+    from farspan.train.pretrain import check_same_recipe
     from farspan.workflows.pretrain import estimate, pretrain, read_recipe
 
     if dry_run:
-        show_estimate(recipe, estimate(read_recipe(recipe, overrides or [])), as_json)
+        config = read_recipe(recipe, overrides or [])
+        if out is not None:
+            check_same_recipe(config, out)
+        show_estimate(recipe, estimate(config), as_json)
         return
     with stoppable("the progress of the run is saved"), bars() as progress:
         run = pretrain(recipe, overrides or [], out, progress=progress, say=note)
