@@ -356,6 +356,14 @@ def test_the_card_of_an_export_has_every_option_of_its_command(tmp_path):
     assert "\nfarspan export base -o stock --format stock --position none\n" in card
 
 
+def test_a_card_names_a_model_without_paths_on_this_disk(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path / "model")
+    sources = [".", tmp_path / "model", "owner/name", "nope-twin"]
+    names = [registry.ExportJob(Path(s), None, None, None, None).source for s in sources]
+    assert names == ["model", "model", "owner/name", "nope-twin"]
+
+
 @pytest.mark.parametrize(
     "name",
     [

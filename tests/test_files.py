@@ -14,7 +14,7 @@ from safetensors.torch import save
 from farspan.batching import out_of_memory
 from farspan.data.documents import share_text
 from farspan.errors import CorruptError, FarspanError
-from farspan.files import UMASK, check_safetensors, new_folder, write_json, write_text
+from farspan.files import UMASK, check_safetensors, file_name, new_folder, write_json, write_text
 from farspan.loading import _supported_dtype
 from farspan.record import environment
 
@@ -49,6 +49,12 @@ def test_new_files_have_the_permissions_of_the_umask(tmp_path):
     assert len(paths) == 5
     for path in paths:
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~UMASK
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "model" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "model" / "below")
+    assert [file_name(path) for path in (".", "..", "a/b", "a")] == ["below", "model", "b", "a"]
 
 
 def test_a_file_is_written_atomically(tmp_path, monkeypatch):

@@ -236,6 +236,11 @@ def read_tensors(path: Path) -> dict[str, Any]:
     return load_file(path)
 
 
+def file_name(path: str | Path) -> str:
+    """The last part of a path; of "." that of the current folder."""
+    return Path(os.path.abspath(path)).name
+
+
 def check_unpacked(path: Path) -> None:
     """Refuse an archive where a file or folder is expected."""
     if path.is_file() and path.name.endswith(ARCHIVES):

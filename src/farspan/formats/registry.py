@@ -14,6 +14,7 @@ from farspan.attention.patch import Patch
 from farspan.attention.rope import set_rope
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
+from farspan.files import file_name
 from farspan.formats.fold import fold
 from farspan.formats.gguf import FILE, read_gguf, write_gguf
 from farspan.formats.growth import check_growth, check_no_windows, model_with_growth
@@ -40,7 +41,12 @@ class ExportJob:
     @property
     def name(self) -> str:
         """The name of the base model, without paths on this disk."""
-        return (self.patch.portable().name if self.patch else "") or self.path.name
+        return (self.patch.portable().name if self.patch else "") or self.source
+
+    @property
+    def source(self) -> str:
+        """The model as the user named it, without paths on this disk."""
+        return file_name(self.path) if self.path.exists() else str(self.path)
 
     @property
     def has_layout(self) -> bool:

@@ -194,7 +194,7 @@ def _check_proofs(proofs: dict[str, LogitProof], format: str) -> None:
 def _write_record(
     path: Path, job: ExportJob, result: ExportResult, dtype: str, device: str
 ) -> None:
-    settings = {"source": job.path.name, "format": result.format, "device": device}
+    settings = {"source": job.source, "format": result.format, "device": device}
     if FORMATS[result.format].has_dtype:
         settings["dtype"] = dtype
     if job.position:
@@ -249,7 +249,7 @@ def _model_card(job: ExportJob, result: ExportResult, config: PreTrainedConfig) 
         "## Reproduce",
         "",
         "```",
-        f"farspan export {job.path.name} -o {result.folder.name} --format {result.format}"
+        f"farspan export {job.source} -o {result.folder.name} --format {result.format}"
         + ("" if dtype == "float32" else f" --dtype {dtype}")
         + (f" --position {job.position}" if job.position else "")
         + (" --trust-remote-code" if job.trust_remote_code else ""),

@@ -27,7 +27,7 @@ from farspan.device_map import DeviceMap
 from farspan.diagnosis.curves import check_losses, mean_before
 from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_accuracy, scored_documents
-from farspan.files import check_absent, new_folder, write_text
+from farspan.files import check_absent, file_name, new_folder, write_text
 from farspan.lengths import doublings, parse_length
 from farspan.methods.job import FitJob, loss_by_position
 from farspan.methods.registry import (
@@ -142,7 +142,7 @@ def extend(
     given = (method, preset, recipe, overrides, position, bos, device, device_map)
     run = make_run(model, *given, trust_remote_code, progress, say)
     to = parse_length(to)
-    check_output(out := Path(out or f"{Path(str(model)).name}-{to}"))
+    check_output(out := Path(out or f"{file_name(str(model))}-{to}"))
     prepared = prepare(run, data, to, train_length, out)
     job = prepared.job
     with search_folder(search_path(out), _search_claim(job, run)), _explained_memory(job, run):

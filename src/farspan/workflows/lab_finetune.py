@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.errors import FarspanError
-from farspan.files import write_text
+from farspan.files import file_name, write_text
 from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
 from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
 from farspan.lab.study import count_by_length
@@ -80,7 +80,7 @@ def finetune(
     lab_task, _, version = resolve_task(config.task, trust_remote_code)
     config = replace(config, task_sha256=version)
     config.check_task(lab_task)
-    folder = Path(out or Path("runs") / f"{Path(model).name}-{lab_task.name}")
+    folder = Path(out or Path("runs") / f"{file_name(model)}-{lab_task.name}")
     device = resolve_device(device)
     check_source(model, trust_remote_code=trust_remote_code)
     check_same_recipe(config, folder, "fine-tuning")
