@@ -489,11 +489,30 @@ def test_evaluators_that_cannot_choose_key_tokens_are_refused(tiny, tmp_path, co
     with pytest.raises(FarspanError, match="two lengths up to the train length of .*none"):
         results, lengths = tmp_path / "results", (256, 384)
         measure_longppl(tiny, results, "patch", baseline=tiny / "none", lengths=lengths)
-    assert not counted, "nothing was measured"
     with pytest.raises(
         FarspanError, match="other tokens than that of .*none; choose a baseline with the same"
     ):
         measure_longppl(tiny, tmp_path / "results", baseline=tmp_path / "other")
+    assert not counted, "nothing was measured"
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_baseline_of_the_same_name_keeps_its_own_samples(tiny, tmp_path):
+    """A model object that has changed is named as the folder that it was loaded from."""
+    model, tokenizer = farspan.load(tiny / "none")
+    torch.nn.init.normal_(model.lm_head.weight)
+    settings = {"lengths": (64,), "stride": 32, "windows": 2, "data": str(tiny / "text")}
+    out, name = tmp_path / "out", str(tiny / "none")
+    result = evaluate((model, tokenizer), "perplexity", out, baseline=tiny / "none", **settings)
+    assert (result.model, result.baseline) == (name, f"{name} (baseline)")
+    rows = [json.loads(line) for line in (out / "samples/perplexity.jsonl").open()]
+    losses = {row["model"]: row["nll"] for row in rows if "nll" in row}
+    assert losses.keys() == {result.model, result.baseline}
+    assert losses[result.model] != losses[result.baseline]
+    record = json.loads((out / "record.json").read_text())
+    assert record["settings"]["identities"].keys() == losses.keys()
+    same = evaluate(tiny / "none", "perplexity", tmp_path / "same", baseline=name, **settings)
+    assert same.baseline == name
 
 
 # What a result depends on.
@@ -874,6 +893,7 @@ def test_relative_gates_use_the_base_model_and_a_failed_gate_exits_3(
         ),
         (["--suite", "needle", "--metric", "longppl"], "does not use --metric longppl"),
         (["--lengths", "64", "--stride", "64"], "a stride of 64 does not fit windows of 64 tokens"),
+        (["--lengths", "1"], "a length of 1 leaves nothing to predict; use 2 or more"),
         (["--lengths", "100k"], "no document of python-docs has 102400 tokens"),
         (["--data", "nowhere.txt"], "'nowhere.txt' is not a file, folder or data set"),
         (["--gate", "nonsense"], "'nonsense' is not a valid gate"),

@@ -39,7 +39,7 @@ from farspan.lab.distance import AttentionComparison, Distance
 from farspan.lab.ranking import Rank
 from farspan.lab.theorems import PositionAnalysis, TheoremProof
 from farspan.lengths import parse_length, parse_lengths
-from farspan.loading import LoadedModel
+from farspan.loading import LoadedModel, load_tokenizer
 from farspan.methods import presets
 from farspan.model_objects import ModelObject
 from farspan.progress import Stage, bars, shows_progress, with_total
@@ -246,6 +246,14 @@ def test_help_of_a_package_shows_its_function(package, parameter):
     assert f"farspan.{package}({parameter}: " in module.__doc__
     assert " = ignore" in module.__doc__
     assert "Write" in module.__doc__ or "write results" in module.__doc__
+
+
+def test_every_kind_of_model_has_its_tokenizer():
+    words = load_tokenizer("rope-twin").get_vocab()
+    assert load_tokenizer("swan-twin").get_vocab() == words, "a patch has that of its base"
+    model, tokenizer = farspan.load("rope-twin")
+    assert load_tokenizer(ModelObject.wrap((model, tokenizer))) is tokenizer
+    assert load_tokenizer(ModelObject.wrap(model)).get_vocab() == words
 
 
 @pytest.mark.long

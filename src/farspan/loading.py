@@ -267,10 +267,15 @@ def _check_token_ids(
 def load_tokenizer(
     source: str | Path, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a folder, hub id, bundled model or .gguf file, which must have one."""
+    """The tokenizer of a model, which must have one; that of a patch may be with its base."""
+    if isinstance(source, ModelObject):
+        return _require_tokenizer(_tokenizer_of(source), source)
     if (file := Path(source)).suffix == ".gguf":
         return load_gguf_tokenizer(file)
-    return _require_tokenizer(_load_tokenizer(resolve_bundled(source), trust_remote_code), source)
+    tokenizer = _load_tokenizer(resolve_bundled(source), trust_remote_code)
+    if tokenizer is None and (patch := find_patch(source)) is not None:
+        return load_tokenizer(base_source(file, patch), trust_remote_code)
+    return _require_tokenizer(tokenizer, source)
 
 
 def _require_tokenizer(

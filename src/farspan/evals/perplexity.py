@@ -141,6 +141,10 @@ class Perplexity:
             raise FarspanError(
                 f"perplexity mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}"
             )
+        if min(self.lengths, default=2) < 2:
+            raise FarspanError(
+                f"a length of {min(self.lengths)} leaves nothing to predict; use 2 or more"
+            )
         if not self.lengths or min(self.lengths) <= self.stride or self.stride < 1:
             raise FarspanError(
                 f"a stride of {self.stride} does not fit windows of "

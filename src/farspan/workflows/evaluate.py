@@ -33,7 +33,7 @@ from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
 from farspan.evals.longppl import Evaluator
 from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, PrefixCache
-from farspan.evals.perplexity import LONGPPL, Perplexity
+from farspan.evals.perplexity import LONGPPL, Perplexity, read_text
 from farspan.evals.results import EvalResult
 from farspan.evals.scores import Eval, EvalCell, Sample, Score
 from farspan.evals.suites import (
@@ -54,6 +54,7 @@ from farspan.loading import (
     check_source,
     find_patch,
     find_train_length,
+    load_tokenizer,
 )
 from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers
 from farspan.model_objects import ModelLike, ModelObject, accepts_model_objects
@@ -194,7 +195,7 @@ class _EvalRun:
     say: Say
     bos: str
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL
-    has_baseline: bool = False
+    baseline: str | Path | None = None
 
     @classmethod
     def prepare(
@@ -224,12 +225,15 @@ class _EvalRun:
         self, model: str | Path, baseline: str | Path | None, trust_remote_code: bool
     ) -> _EvalRun:
         """The run with the model that chooses the key tokens of LongPPL, if that is measured."""
-        run, model = replace(self, has_baseline=baseline is not None), baseline or model
+        run, model = replace(self, baseline=baseline), baseline or model
         if self.config.metric != LONGPPL:
             return run
-        source = self.config.engine.tokenizer if is_url(model) else model
-        train_length = find_train_length(source, trust_remote_code)
+        train_length = find_train_length(self._with_files(model), trust_remote_code)
         return replace(run, evaluator=Evaluator(str(model), train_length))
+
+    def _with_files(self, model: str | Path) -> str | Path:
+        """The model, or for the URL of a served one the MODEL behind --tokenizer."""
+        return self.config.engine.tokenizer if is_url(model) else model
 
     def measure(
         self, source: str | Path, options: LoadOptions, compared: _Measurement | None = None
@@ -252,14 +256,13 @@ class _EvalRun:
         # Perplexity leaves out lengths that its text does not reach, for the baseline too.
         texts_reach = [e.lengths for e in evaluations if isinstance(e, Perplexity)]
         plan = replace(plan, lengths=next(iter(texts_reach), plan.lengths))
-        if compared is not None:
-            _check_same_tokens(model.name, evaluations, compared)
-        else:
+        if compared is None:
+            self._check_same_tokens(model, evaluations, options)
             check_gates(self.gates, [key for each in evaluations for key in each.score_keys()])
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
         if isinstance(model.model, Engine):
             model.model.answers = Cells(self.out / "answers", say=self.say)
-        follows = self.has_baseline and compared is None
+        follows = self.baseline is not None and compared is None
         samples = _run_cells(model, evaluations, cells, self, follows)
         notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
         notes += empty_notes(model, samples)
@@ -283,14 +286,38 @@ class _EvalRun:
             model.begin,
         )
 
+    def _check_same_tokens(
+        self, model: EvalModel, evaluations: Sequence[Eval], options: LoadOptions
+    ) -> None:
+        """Refuse a baseline that cannot choose the key tokens of the model."""
+        compared = [each for each in evaluations if isinstance(each, Perplexity) and each.contrast]
+        if self.baseline is None or not compared:
+            return
+        trust = options.get("trust_remote_code", False)
+        tokenizer = load_tokenizer(self._with_files(self.baseline), trust)
+        if fingerprint(tokenizer) == model.identity["tokenizer"]:
+            return
+        for text in (text for each in compared for text in each.texts):
+            if read_text(text.name, self.texts[text.name], tokenizer).sha256 != text.sha256:
+                raise FarspanError(
+                    f"longppl scores the key tokens of {self.baseline}, whose tokenizer splits the "
+                    f"text into other tokens than that of {model.name}; choose a baseline with the "
+                    "same tokenizer"
+                )
+
     def finish(self, measured: Sequence[_Measurement], options: LoadOptions) -> EvalResult:
         """Check the gates, and write samples, figures and record."""
-        model, baseline = measured[0], measured[1] if len(measured) > 1 else None
+        model, *others = measured
+        baseline = others[0] if others else None
+        if baseline and baseline.name == model.name and baseline.identity != model.identity:
+            baseline = replace(baseline, name=f"{baseline.name} (baseline)")  # of model objects
+            measured = [model, baseline]
         evaluator = measured[-1]
         scores = model.scores(evaluator)
         baseline_scores = baseline.scores(evaluator) if baseline else ()
         notes = (*model.notes, *_missing_longppl(model, scores), *_begin_notes(measured))
-        if baseline and baseline.identity["tokenizer"] != model.identity["tokenizer"]:
+        same_tokenizer = baseline and baseline.identity["tokenizer"] == model.identity["tokenizer"]
+        if baseline and model.texts and not same_tokenizer:
             notes += ("the tokenizers differ, so the two perplexities cannot be compared",)
         result = EvalResult(
             model.name,
@@ -338,19 +365,6 @@ def _default_baseline(model: str | Path, gates: Sequence[Gate]) -> str | None:
     if (patch := find_patch(model)) is None:
         raise FarspanError("a gate with x compares with a baseline; add --baseline MODEL")
     return base_source(Path(model), patch)
-
-
-def _check_same_tokens(name: str, evaluations: Sequence[Eval], compared: _Measurement) -> None:
-    """Refuse a baseline that cannot choose the key tokens of the model."""
-    for own, other in zip(evaluations, compared.evaluations, strict=True):
-        if isinstance(own, Perplexity) and isinstance(other, Perplexity) and own.contrast:
-            hashes = [[text.sha256 for text in each.texts] for each in (own, other)]
-            if hashes[0] != hashes[1]:
-                raise FarspanError(
-                    f"longppl scores the key tokens of {name}, whose tokenizer splits the text "
-                    f"into other tokens than that of {compared.name}; choose a baseline with the "
-                    "same tokenizer"
-                )
 
 
 def _begin_notes(measured: Sequence[_Measurement]) -> Iterator[str]:

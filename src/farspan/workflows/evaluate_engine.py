@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from farspan.begin_of_text import BeginOfText
@@ -17,7 +16,7 @@ from farspan.evals.engine_http import is_url
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Eval, Sample
 from farspan.evals.suites import EvalConfig, EvalModel
-from farspan.loading import LoadOptions, base_source, find_patch, find_train_length, load_tokenizer
+from farspan.loading import LoadOptions, find_patch, find_train_length, load_tokenizer
 from farspan.train.metadata import stated_begin_of_text
 from farspan.workflows.eval_models import passkeys_in_training
 
@@ -50,7 +49,7 @@ def connect_eval_model(url: str, config: EvalConfig, bos: str, options: LoadOpti
             "makes its own batches; use --num-concurrent"
         )
     trust = options.get("trust_remote_code", False)
-    tokenizer: Any = served_tokenizer(source, trust)
+    tokenizer: Any = load_tokenizer(source, trust)
     begin = _begin_of_text(tokenizer, bos)
     setattr(tokenizer, DECISION, bool(begin.ids))
     engine = Engine.connect(url, tokenizer, config.engine)
@@ -70,16 +69,6 @@ def connect_eval_model(url: str, config: EvalConfig, bos: str, options: LoadOpti
         engine.identity,
         begin,
     )
-
-
-def served_tokenizer(source: str | Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a MODEL; that of a patch may be with its base."""
-    try:
-        return load_tokenizer(source, trust_remote_code)
-    except FarspanError:
-        if (patch := find_patch(source)) is None:
-            raise
-        return load_tokenizer(base_source(Path(source), patch), trust_remote_code)
 
 
 def _begin_of_text(tokenizer: Any, bos: str) -> BeginOfText:
