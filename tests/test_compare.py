@@ -327,6 +327,36 @@ def test_a_difference_is_clear_if_its_interval_excludes_zero(low, high, clear):
     assert PairedDifference((low + high) / 2, low, high, 9).clear == clear
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scores": None},
+        {"scores": [{"metric": "ppl"}]},
+        {"vs": 5},
+        {"settings": 5},
+        {"model": ["a"]},
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(runs, tmp_path, change):
+    folder = tmp_path / "damaged"
+    results(folder, needles([1, 0]), "other")
+    record = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps({**record, **change}))
+    for folders in ([*runs, folder], [folder]):
+        with pytest.raises(CorruptError, match=f"the record in {folder} is invalid"):
+            compare(folders, tmp_path / "table.md")
+    assert not (tmp_path / "table.md").exists()
+
+
+def test_damaged_samples_are_refused(runs, tmp_path):
+    file = runs[1] / "samples" / "needle.jsonl"
+    row = json.loads(file.read_text().splitlines()[0])
+    del row["score"]
+    file.write_text(json.dumps(row))
+    with pytest.raises(CorruptError, match=f"{runs[1]}.* is invalid"):
+        compare(runs, tmp_path / "table.md")
+
+
 def test_the_command_prints_and_writes(runs, tmp_path):
     arguments = ["compare", *map(str, runs), "-o", str(tmp_path / "table.json")]
     printed = CliRunner().invoke(app, arguments).output

@@ -34,7 +34,7 @@ from farspan.report.comparison import (
 )
 from farspan.report.page import Run, baseline_names, scores_by_model
 from farspan.summaries import Plotted, draw
-from farspan.workflows.report import name_by_model, read_runs
+from farspan.workflows.report import INVALID, name_by_model, naming_record, read_runs
 
 SUFFIXES = (".md", ".csv", ".json")
 UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
@@ -106,6 +106,19 @@ def compare(
                 f"{folder} is a run of `farspan {run.record['command']}`; compare folders of "
                 "`farspan eval`"
             )
+    try:
+        result = _compare(runs, out)
+    except INVALID:
+        for run, folder in zip(runs, folders, strict=True):
+            with naming_record(folder):
+                _compare([run], out)
+        with naming_record(" or ".join(map(str, folders))):
+            raise
+    _write(result)
+    return result
+
+
+def _compare(runs: list[Run], out: Path) -> CompareResult:
     runs = _named(runs)
     samples, baselines = _samples(runs), baseline_names(runs)
     single = len(runs) == 1
@@ -134,9 +147,7 @@ def compare(
         for score in without_repeated_means(group)
         if not score["tags"].get("detail")
     )
-    result = CompareResult(reference, scores, tuple(_notes(reference, scores)), out)
-    _write(result)
-    return result
+    return CompareResult(reference, scores, tuple(_notes(reference, scores)), out)
 
 
 def _named(runs: list[Run]) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -48,7 +49,8 @@ def report(
     runs = read_runs(folders)
     script = _plotly()
     for run, folder in zip(runs, folders, strict=True):
-        _check_record(run, folder)
+        with naming_record(folder):
+            page([run], "")
         if run.record["command"] not in SECTIONS:
             say(f"{folder} is a run of {run.record['command']}, which has no figures; listed only")
     # A folder name may not be valid UTF-8.
@@ -97,11 +99,15 @@ def _rename(run: Run, short: Mapping[str, str], models: Sequence[str]) -> Run:
     return replace(run, name=name, record=record, samples=samples)
 
 
-def _check_record(run: Run, folder: str | Path) -> None:
-    """Name the folder of a record that cannot be drawn."""
+INVALID = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+
+
+@contextmanager
+def naming_record(folder: str | Path) -> Iterator[None]:
+    """In the block, an error of a record that is not as farspan wrote it names its folder."""
     try:
-        page([run], "")
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        yield
+    except INVALID as error:
         raise CorruptError(
             f"the record in {folder} is invalid ({type(error).__name__}: {error}); "
             "repeat the run with this version of farspan"
