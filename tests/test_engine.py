@@ -21,7 +21,7 @@ from farspan.bundled import BUNDLED_MODELS
 from farspan.cli import main
 from farspan.data.passkey import FILLER, TASK
 from farspan.data.tokens import DECISION
-from farspan.errors import FarspanError
+from farspan.errors import CorruptError, FarspanError
 from farspan.evals import engine_http
 from farspan.evals.engine import (
     Engine,
@@ -132,6 +132,7 @@ FAULTS = {
     "garbage": ((200, b"<html>gateway</html>"), 4, "not a JSON object: '<html>gateway</html>'"),
     "other JSON": ((200, b'{"choices": []}'), 4, "is not in the form of OpenAI's API"),
     "no text": ((200, b'{"choices": [[]], "usage": {}}'), 4, "is not in the form of OpenAI's API"),
+    "parts": ((200, b'{"choices": [{"text": ["7"]}]}'), 4, "no text, but of the type list"),
     "nested": ((200, b"[" * 100_000), 4, "not a JSON object"),
     "too long": (error(400, "maximum context length is 99"), 2, "refuses a prompt as too long"),
     "no key": (error(401, f"wrong key {KEY}"), 2, "refuses the key (status 401: 'wrong key …')"),
@@ -163,6 +164,15 @@ def test_a_broken_key_is_not_printed(key, server, tmp_path, monkeypatch, capsys)
     assert code == 2
     assert "has characters that no key has; set it again" in printed
     assert key not in printed
+
+
+def test_a_key_from_a_file_with_a_line_break_is_not_printed(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
+    server.fault = lambda number, body: error(401, f"wrong key {KEY}")
+    code, printed = run(monkeypatch, capsys, server.url, tmp_path / "out", *NEEDLES)
+    assert (code, server.keys) == (2, {f"Bearer {KEY}"})
+    assert "'wrong key …'" in printed
+    assert KEY not in printed
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -321,8 +331,20 @@ def test_a_status_is_taken_refused_or_asked_for_again(status):
         assert CLIENT._reply(response, None) == {"object": "list"}
 
 
+@pytest.mark.parametrize("problem", [None, {"code": 429, "message": "slow down"}])
+def test_a_reply_with_an_error_is_none_unless_that_is_empty(problem):
+    """Some servers name an error of null in every reply."""
+    response = httpx2.Response(200, json={"choices": [], "error": problem})
+    if problem is None:
+        assert CLIENT._reply(response, None)["choices"] == []
+    else:
+        with pytest.raises(CorruptError, match="slow down"):
+            CLIENT._reply(response, None)
+
+
 @pytest.mark.parametrize(
-    ("retry_after", "expected"), [("", [0.01, 0.02, 0.04]), ("7", [7] * 3), ("99", [30] * 3)]
+    ("retry_after", "expected"),
+    [("", [0.01, 0.02, 0.04]), ("7", [7] * 3), ("99", [30] * 3), ("²", [0.01, 0.02, 0.04])],
 )
 def test_waits_double_unless_the_server_asks_for_others(retry_after, expected, monkeypatch):
     waits: list[float] = []
@@ -331,13 +353,13 @@ def test_waits_double_unless_the_server_asks_for_others(retry_after, expected, m
         waits.append(seconds)
 
     async def fail(*_, **__):
-        return httpx2.Response(503, headers={"retry-after": retry_after}, text="loading")
+        return httpx2.Response(503, headers={"retry-after": retry_after.encode()}, text="loading")
 
     monkeypatch.setattr(engine_http.asyncio, "sleep", sleep)
     client = replace(CLIENT, max_retries=3)
     with pytest.raises(engine_http.FailingError, match="status 503: 'loading'; 4 attempts"):
         asyncio.run(client._request(SimpleNamespace(request=fail), "GET", "/models", None))
-    assert waits == pytest.approx(expected, rel=0 if retry_after else 0.25)
+    assert waits == pytest.approx(expected, rel=0 if expected[0] >= 1 else 0.25)
 
 
 def test_a_url_without_its_version_is_named():
@@ -415,6 +437,11 @@ def test_a_reply_with_too_few_losses_is_refused():
 def test_a_template_that_does_not_decode_is_refused(text):
     with pytest.raises(FarspanError, match="does not decode its own chat template"):
         without_frame(text, ("<user>", "<end>"))
+
+
+def test_a_template_without_an_end_of_a_message_is_refused():
+    with pytest.raises(FarspanError, match="adds nothing behind the message of the user"):
+        without_frame("<user>What?", ("<user>", ""))
 
 
 def check_within_interval(served, here, prompts: int) -> None:
@@ -554,8 +581,28 @@ def test_losses_belong_to_the_tokens_of_the_row_where_a_server_adds_one(begins, 
     row = [tokenizer.bos_token_id] * begins + [7, 8, 9]
     values = [None, -1.0, -2.0, -3.0]  # of the added token, 7, 8 and 9
     choice = {"logprobs": {"token_logprobs": [*values, -0.5]}}
-    losses = prompt_losses("echo", choice, row, engine._offset("echo"))
+    losses = prompt_losses("echo", choice, row, engine._offset)
     assert losses == ([1.0, 2.0, 3.0] if begins else [2.0, 3.0])
+
+
+@pytest.mark.parametrize("read", [2, 3, 4, 99])
+@pytest.mark.parametrize("adds_begin", [False, True])
+def test_losses_of_a_text_that_a_server_splits_otherwise_are_refused(read, adds_begin, twin):
+    """Its list has a generated token, too, and may be as long as that of the right tokens."""
+
+    def post_all(path, bodies, on_reply):
+        values = [None, *[-1.0] * read]
+        choice = {"text": "", "logprobs": {"token_logprobs": values}}
+        on_reply(0, {"choices": [choice], "usage": {"prompt_tokens": read + adds_begin}})
+
+    client = SimpleNamespace(url="http://localhost:1/v1", post_all=post_all)
+    engine = Engine(client, twin[1], MODEL, "completions", False, adds_begin)
+    engine._loss_form = "echo"
+    if read == 3:
+        assert engine.losses([[7, 8, 9]]) == [[1.0, 1.0]]
+    else:
+        with pytest.raises(FarspanError, match="its log-probabilities are of other tokens"):
+            engine.losses([[7, 8, 9]])
 
 
 @pytest.mark.parametrize(("takes_tokens", "prompts"), [(True, "tokens"), (False, "text")])

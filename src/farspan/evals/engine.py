@@ -112,10 +112,12 @@ class Engine:
         def read(number: int, reply: Reply) -> dict[str, Any]:
             choice = reply["choices"][0]
             text = choice["message"]["content"] if chat else choice["text"]
+            if not isinstance(text, str | None):
+                raise TypeError(f"an answer is no text, but of the type {type(text).__name__}")
             counted = _prompt_tokens(reply)
             tokens = len(rows[number]) if counted is None else counted
             self._check_whole(tokens, len(rows[number]))
-            return {"text": str(text or ""), "tokens": tokens}
+            return {"text": text or "", "tokens": tokens}
 
         path = "/chat/completions" if chat else "/completions"
         return [Generated(**answer) for answer in self._ask(path, bodies, read)]
@@ -131,8 +133,16 @@ class Engine:
         bodies = [{**self._loss_body(form), "prompt": self._prompt(row)} for row in rows]
 
         def read(number: int, reply: Reply) -> dict[str, Any]:
-            losses = prompt_losses(form, reply["choices"][0], rows[number], self._offset(form))
-            return {"losses": losses}
+            row, counted = rows[number], _prompt_tokens(reply)
+            expected = len(row) + self._offset
+            if counted not in (None, expected):
+                self._check_whole(counted, expected)
+                raise RefusedError(
+                    f"the server at {self.client.url} takes prompts as text and reads {counted} "
+                    f"tokens for {expected}, so its log-probabilities are of other tokens; choose "
+                    "a suite of generated answers, or a server that takes token ids"
+                )
+            return {"losses": prompt_losses(form, reply["choices"][0], row, self._offset)}
 
         return [answer["losses"] for answer in self._ask("/completions", bodies, read)]
 
@@ -151,7 +161,7 @@ class Engine:
             reply = self.client.post(
                 "/completions", {**self._loss_body(form), "prompt": self._prompt(ids)}
             )
-            prompt_losses(form, reply["choices"][0], ids, self._offset(form))
+            prompt_losses(form, reply["choices"][0], ids, self._offset)
         except (RefusedError, CorruptError, *MALFORMED):
             return False
         return True
@@ -159,7 +169,8 @@ class Engine:
     def _loss_body(self, form: str) -> dict[str, Any]:
         return {"model": self.model, "max_tokens": 1, "temperature": 0, **LOSS_FORMS[form]}
 
-    def _offset(self, form: str) -> int:
+    @property
+    def _offset(self) -> int:
         """Tokens that a server puts in front of a text which the row does not have."""
         return int(not self.takes_tokens and self.adds_begin and not begin_of_text(self.tokenizer))
 
@@ -278,6 +289,11 @@ def without_frame(text: str, frame: tuple[str, str]) -> str:
     'What is it? It is'
     """
     before, after = frame
+    if not after:
+        raise FarspanError(
+            "the tokenizer's chat template adds nothing behind the message of the user, so the "
+            "start of the answer cannot be told from it; use --api completions"
+        )
     message, separator, answer = text.removeprefix(before).rpartition(after)
     if not text.startswith(before) or not separator:
         raise FarspanError(

@@ -132,7 +132,7 @@ class EngineClient:
         return replies[0]
 
     async def _with_client(self, ask: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
-        key, parts = os.environ.get(KEY, "").strip(), urlsplit(self.url)
+        key, parts = _key(), urlsplit(self.url)
         if not re.fullmatch(r"[!-~]*", key):
             raise FarspanError(
                 f"the environment variable {KEY} has characters that no key has; set it again"
@@ -169,7 +169,7 @@ class EngineClient:
         if status in TEMPORARY:
             error = FailingError(f"status {status}: {_message(response)}")
             after = response.headers.get("retry-after", "")
-            error.retry_after = float(after) if after.isdigit() else None
+            error.retry_after = float(after) if after.isdecimal() else None
             raise error
         if status >= 300:
             raise self._refusal(status, _message(response), body or {})
@@ -177,7 +177,7 @@ class EngineClient:
             reply = response.json()
         except (ValueError, RecursionError):
             reply = None
-        if not isinstance(reply, dict) or "error" in reply:
+        if not isinstance(reply, dict) or reply.get("error"):
             raise CorruptError(f"a reply that is not a JSON object: {_message(response)}")
         return reply
 
@@ -242,6 +242,11 @@ class EngineClient:
         return f"with --model, {suggest(name, names)}" if names else "check --model and the URL"
 
 
+def _key() -> str:
+    """The key as it is sent; a file that it was read from may end with a line break."""
+    return os.environ.get(KEY, "").strip()
+
+
 def _message(response: httpx2.Response) -> str:
     """The beginning of what a server says, without the key."""
     text = response.text
@@ -252,7 +257,7 @@ def _message(response: httpx2.Response) -> str:
         text = content if isinstance(content, str) else json.dumps(content)
     except (ValueError, RecursionError):
         pass
-    if key := os.environ.get(KEY, ""):
+    if key := _key():
         text = text.replace(key, "…")
     text = " ".join(text.split())
     return repr(text[:200] + "…" * (len(text) > 200)) if text else "an empty reply"
