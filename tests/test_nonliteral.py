@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -19,13 +20,19 @@ from farspan.evals.nonliteral import (
     SHORT,
     TASKS,
     NonLiteral,
-    content_words,
     first_name,
 )
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
 TWIN = BUNDLED_MODELS / "nope-twin"
+COMMON_WORDS = "a an the and of in on at to by for with from is as that who her its all"
+
+
+def content_words(text: str) -> set[str]:
+    """The words that say something, without their endings."""
+    words = set(re.findall(r"[a-z]+", text.lower())) - set(COMMON_WORDS.split())
+    return {re.sub(r"(ing|ed|es|s|er)$", "", word) for word in words}
 
 
 @pytest.fixture(scope="module")

@@ -98,30 +98,6 @@ FACTS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
 }
 TASKS = tuple(FACTS)
-COMMON_WORDS = {
-    *[
-        "a",
-        "an",
-        "the",
-        "and",
-        "of",
-        "in",
-        "on",
-        "at",
-        "to",
-        "by",
-        "for",
-        "with",
-        "from",
-        "is",
-        "as",
-        "that",
-        "who",
-        "her",
-        "its",
-        "all",
-    ]
-}
 
 
 @dataclass(frozen=True)
@@ -241,9 +217,3 @@ def first_name(prediction: str, answers: Sequence[str]) -> float:
     """
     named = [word for word in re.findall(r"\w+", prediction) if word in NAMES]
     return float(named[:1] == list(answers))
-
-
-def content_words(text: str) -> set[str]:
-    """The words that say something, without their endings."""
-    words = set(re.findall(r"[a-z]+", text.lower())) - COMMON_WORDS
-    return {re.sub(r"(ing|ed|es|s|er)$", "", word) for word in words}
