@@ -339,6 +339,26 @@ def test_baseline_scores_of_several_runs_are_merged_unless_they_differ(tmp_path)
     assert '<li class="wrong"><b>fails</b> one (d/gated): ppl@512 is 7.00</li>' in text
 
 
+def test_a_line_goes_from_the_shortest_length_to_the_longest(tmp_path):
+    """Of a baseline that one run measured at the long lengths and the next at the short ones."""
+    parts = {"long": (1024, 2048), "short": (256, 512)}
+    runs = [
+        write_eval(
+            tmp_path / name,
+            *(score(9.0, length) for length in lengths),
+            vs={"model": "base", "scores": [score(length / 64, length) for length in lengths]},
+        )
+        for name, lengths in parts.items()
+    ]
+    text = report(runs, tmp_path / "page.html").read_text()
+    (figure,) = titled(text, "Perplexity")
+    (base,) = (trace for trace in figure["data"] if trace["name"] == "base")
+    assert (base["x"], base["y"]) == ([256, 512, 1024, 2048], [4.0, 8.0, 16.0, 32.0])
+    (axes,) = farspan.compare(runs, tmp_path / "table.md").plot().axes
+    (line,) = (line for line in axes.lines if str(line.get_label()).startswith("base"))
+    assert line.get_xdata().tolist() == [256, 512, 1024, 2048]
+
+
 def test_axis_has_ticks_and_is_not_stretched_by_intervals(tmp_path):
     near = report(
         [write_eval(tmp_path / "near", score(25.0, 256), score(30.0, 512))], tmp_path / "page.html"

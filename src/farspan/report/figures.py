@@ -436,6 +436,7 @@ def _plot_scores(axes: Axes, models: Mapping[str, Sequence[Score]], metric: str)
         tasks = dict.fromkeys(score.tags["task"] for score in of_metric)
         for task, dashes in zip(tasks, ("-", "--", ":", "-.") * len(scores), strict=False):
             of_task = [score for score in of_metric if score.tags["task"] == task]
+            of_task.sort(key=lambda score: score.length)  # runs may share a baseline
             x, values, low, high = zip(
                 *((score.length, score.value, score.low, score.high) for score in of_task),
                 strict=True,

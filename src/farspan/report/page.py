@@ -245,6 +245,7 @@ def _perplexity(
     lines, plotted, measured = [], [], set()
     for name, scores in models.items():
         of_task = [s for s in scores if s["metric"] == "ppl" and s["tags"]["task"] == task]
+        of_task.sort(key=lambda score: score["length"])  # runs may share a baseline
         if of_task:
             values = [score["value"] for score in of_task]
             plotted += values
