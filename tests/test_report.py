@@ -146,7 +146,7 @@ def test_page_is_complete_and_needs_no_network(written):
     parser.feed(text)
     assert parser.open == []
     assert len(written) < 4e6
-    assert "Plotly.react" in text
+    assert "Plotly.newPlot" in text
     assert "plotly.js v" in script, "the script is embedded"
     assert "showSendToCloud: false" in text, "plotly must not offer to upload figures"
     titles = re.findall("<h2>(.*?)</h2>", written)
@@ -394,8 +394,10 @@ def test_lab_shows_the_chosen_learning_rate(tmp_path):
         cell(2e-3, 1, 0.8, 4),
     ]
     ranks = [{"encoding": "none", "reciprocal": 1.0, "tasks": 1}]
+    of_all = [{"encoding": "t5", "reciprocal": 0.5, "tasks": 2}]
     (tmp_path / "lab").mkdir()
     record = {"command": "lab run", "learnt": 0, "models": 4, "ranks": ranks, "cells": cells}
+    record["ranks_of_all"] = of_all
     (tmp_path / "lab" / "record.json").write_text(json.dumps(record))
     text = report([tmp_path / "lab"], tmp_path / "page.html").read_text()
     (figure,) = titled(text, "lab: copy, small")
@@ -403,7 +405,9 @@ def test_lab_shows_the_chosen_learning_rate(tmp_path):
     assert figure["data"][0]["y"] == [1.0, 0.75, 0.0]
     assert [mark["x0"] for mark in figure["layout"]["shapes"]] == [10]
     assert "0 of 4 models learned their task" in text
-    assert '<td>none</td><td class="number">1.000</td><td class="number">1</td>' in text
+    numbers = '<td class="number">{:.3f}</td><td class="number">{}</td>'
+    assert "<td>learned</td><td>none</td>" + numbers.format(1, 1) in text
+    assert "<td>all</td><td>t5</td>" + numbers.format(0.5, 2) in text
 
 
 def test_study_shows_every_method_and_gaps_for_nan(written):

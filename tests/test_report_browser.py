@@ -20,14 +20,21 @@ from farspan.workflows.report import report
 
 CHECKOUT = Path(__file__).parent.parent
 AXE = Path(os.environ.get("FARSPAN_AXE", CHECKOUT / "node_modules/axe-core/axe.min.js"))
+TURNED = 560  # a phone on its side, where the legend of the fixture needs a line less
 GRAVE = ("serious", "critical")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no chromium on this machine")
 
-# Of every chart, whether it has lines or cells; the widest element; what colors the page has.
+# Of every chart, whether it has lines or cells; the widest element; charts whose legend reaches
+# into the lines; what colors the page has.
 FACTS = """({
   drawn: [...document.querySelectorAll(".chart")].map(
     chart => chart.querySelectorAll(".scatterlayer .js-line, .heatmaplayer image").length),
   width: document.documentElement.scrollWidth,
+  covered: [...document.querySelectorAll(".chart")].filter(chart => {
+    const legend = chart.querySelector(".legend")
+    const bottom = legend && legend.getBoundingClientRect().bottom
+    return legend && bottom > chart.getBoundingClientRect().top + chart._fullLayout._size.t + 1
+  }).length,
   cards: [...document.querySelectorAll(".card h3")].map(heading => heading.textContent),
   marks: [...document.querySelectorAll(".annotation-text")].map(label => label.textContent),
   colors: [getComputedStyle(document.body).backgroundColor,
@@ -47,12 +54,14 @@ def page(tmp_path_factory) -> Path:
     score = {"eval": "perplexity", "metric": "ppl", "low": 9.0, "high": 2e3, "n": 8}
     score["tags"] = {"task": "text"}
     scores = [{**score, "length": length, "value": float(length)} for length in (128, 256)]
+    baseline = {"model": "a name that needs a line of the legend on a phone", "scores": scores}
     sample = {"model": "m", "eval": "ruler", "task": "niah", "length": 256, "score": 1.0}
     sample |= {"prediction": "7", "answers": ["7"]}
     records = {
         "diagnosis": {"command": "diagnose", "models": [model]},
-        "scores": {"command": "eval", "model": "m", "scores": scores},
+        "scores": {"command": "eval", "model": "m", "scores": scores, "vs": baseline},
     }
+    records["scores"]["notes"] = ["a_path_without_a_space/" * 9]
     for name, record in records.items():
         (folder / name / "samples").mkdir(parents=True)
         (folder / name / "record.json").write_text(json.dumps(record))
@@ -72,13 +81,14 @@ def test_charts_are_drawn_at_every_width_and_color_scheme(page):
     colors = {}
     with Browser(chromium()) as browser:
         browser.open(page)
-        for width, scheme in itertools.product(WIDTHS, SCHEMES):
+        for width, scheme in itertools.product((WIDTHS[0], TURNED, *WIDTHS[1:]), SCHEMES):
             browser.show(width, scheme)
             facts = browser.evaluate(FACTS)
-            assert facts["drawn"] == [1, 1, 1, 1]
+            assert facts["drawn"] == [1, 1, 1, 2]
             assert facts["width"] == width, "only tables scroll sideways"
+            assert facts["covered"] == 0, "also when a legend takes another number of lines"
             assert facts["marks"] == ["trained on 128"] * 2
-            assert len(facts["cards"]) == 2
+            assert len(facts["cards"]) == 3
             colors.setdefault(scheme, set()).add(tuple(facts["colors"]))
         open_samples(browser)
         assert browser.errors == []

@@ -342,13 +342,15 @@ def _row(name: str, score: Record) -> list[str]:
 
 def _lab(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     for run in runs:
-        learned, models = int(run.record["learnt"]), int(run.record["models"])
-        yield f"<p>{learned} of {models} models learned their task.</p>"
+        learned, count = int(run.record["learnt"]), int(run.record["models"])
+        yield f"<p>{learned} of {count} models learned their task.</p>"
         ranks = [
-            [rank["encoding"], f"{rank['reciprocal']:.3f}", rank["tasks"]]
-            for rank in run.record["ranks"]
+            [models, rank["encoding"], f"{rank['reciprocal']:.3f}", rank["tasks"]]
+            for models, key in (("learned", "ranks"), ("all", "ranks_of_all"))
+            for rank in run.record.get(key) or ()  # earlier records rank only those that learned
         ]
-        yield table(["encoding", "mean reciprocal rank", "tasks"], ranks, f"{run.name}: ranks")
+        header = ["models", "encoding", "mean reciprocal rank", "tasks"]
+        yield table(header, ranks, f"{run.name}: ranks")
         encodings = list(dict.fromkeys(cell["encoding"] for cell in run.record["cells"]))
         kinds: dict[tuple[str, ...], dict[str, list[Record]]] = {}
         for cell in run.record["cells"]:
