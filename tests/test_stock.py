@@ -53,6 +53,15 @@ def test_base_scale_is_folded_into_the_queries(base_scale):
     assert (stock(tokens()).logits - model(tokens()).logits).abs().max() < 1e-5
 
 
+def test_a_stock_model_ends_texts_where_the_model_does():
+    """A chat model may have a second end token, which its config does not name."""
+    model = build("rope")
+    model.generation_config.eos_token_id = [2, 5]
+    stock, _ = to_stock(model)
+    assert stock.generation_config.eos_token_id == [2, 5]
+    assert stock.generation_config is not model.generation_config
+
+
 @torch.no_grad()
 def test_saved_checkpoint_is_read_by_transformers_alone(tmp_path):
     """tests/test_export.py reads one in a process that cannot import farspan."""

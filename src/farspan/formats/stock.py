@@ -7,6 +7,7 @@ the pattern elsewhere.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ def to_stock(model: FarspanForCausalLM) -> tuple[PreTrainedModel, LogitProof]:
         for name in [name for name in weights if name.endswith("q_proj.weight")]:
             weights[name] = (weights[name].float() * correction).to(dtype)
     stock.load_state_dict(weights)
+    stock.generation_config = copy.deepcopy(model.generation_config)
     stock.eval()
     tokens = random_tokens(model)
     proof = compare_logits(logits(model, tokens), stock, tokens)
