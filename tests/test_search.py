@@ -644,6 +644,25 @@ def test_the_loss_of_a_search_stays_float32_under_autocast():
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["farspan-none", "llama"])
+def test_gradients_of_scales_do_not_vanish_in_float16(name):
+    """In a step of 8 windows of 18K tokens, as in Wang 2024, each token counts 7e-6."""
+    ids = torch.randint(VOCABULARY, (1, 64), generator=torch.Generator().manual_seed(3))
+    share, losses, gradients = ids.numel() / (8 * 18 * 1024), [], []
+    for dtype in (torch.float32, torch.float16):
+        model = BY_NAME[name].build(dtype=dtype)
+        scaled = headscale_module.ScaledModel(model, job_for(model).uniform(1.2))
+        seam.install(model, scaled.scales)
+        with seam.frozen(model):
+            loss = scaled(ids)
+            (loss * share).backward()
+        losses.append(loss.item())
+        gradients.append(scaled.base.grad)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-2)
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert error < 0.02
+
+
 @pytest.mark.parametrize(
     ("batch", "length", "rows"),
     [(8, 2304, 8), (8, 18_432, 1), (8, 9000, 2), (6, 9000, 3), (2, 50_000, 1)],
@@ -762,7 +781,7 @@ def test_answers_of_passkeys_and_the_tail_count_in_the_loss_of_a_search(monkeypa
     def mark_the_last_token(row, number):
         return row, torch.arange(len(row)) == len(row) - 1
 
-    def record(model, ids, *, answers, answer_weight, tail_weight):
+    def record(model, ids, *, answers, answer_weight, tail_weight, **_):
         weights = answer_weight, tail_weight
         seen.append(((answers > 0).sum(1).tolist(), answers[:, -1].tolist(), *weights))
         return mean_loss(model, ids)

@@ -28,6 +28,7 @@ from farspan.data.passkey import PasskeyDocuments, train_key
 from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
 from farspan.methods.job import (
+    MICRO_BATCH_TOKENS,
     FitJob,
     default_micro_batch,
     loss_margin,
@@ -46,6 +47,8 @@ from farspan.train.steps import TrainingTask
 
 MIN_SCALE = 0.01  # lower bound of λ̂ without the constraint: a negative λ̂ inverts attention
 MIN_COSINE = 0.99  # of the bf16 gradient to that of float32
+# By which gradients of a float16 model are multiplied while they pass through it.
+GRADIENT_FACTOR = float(MICRO_BATCH_TOKENS)
 VALIDATED = 4  # windows of the choose split that the plateau is judged on
 REPEATS = 0.5  # share of the windows with repeated spans, for models with NoPE layers
 PASSKEYS = 0.25  # share of the windows with a passkey, for those that retrieve passkeys
@@ -357,6 +360,10 @@ class ScaledModel(nn.Module):
             slope = start.slope[:1, :1] if self.shared else start.slope
             self.slope = nn.Parameter(slope.clone().to(model.device))
         self.use_bf16 = False  # for matrix products
+        # Each of many tokens changes the mean loss by less than float16 can hold.
+        self._gradient_factor = factor = GRADIENT_FACTOR if model.dtype == torch.float16 else 1.0
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient / factor)
         self._model = (model,)  # a tuple hides it from nn.Module
         self._start = start
 
@@ -374,6 +381,7 @@ class ScaledModel(nn.Module):
                 answers=answers,
                 answer_weight=self.answers,
                 tail_weight=self.tail,
+                gradient_factor=self._gradient_factor,
             )
 
     def bf16_is_accurate(self, ids: Tensor) -> bool:

@@ -88,6 +88,7 @@ def mean_loss(
     answers: Tensor | None = None,
     answer_weight: float = 0.0,
     tail_weight: float = 0.0,
+    gradient_factor: float = 1.0,
     budget: int = BUDGET,
 ) -> Tensor:
     """The mean of token_losses(model, ids), with a gradient to the hidden states, not to the head.
@@ -95,6 +96,8 @@ def mean_loss(
     answers: above 0 [B, T] at their tokens. The mean over rows of the mean loss of a row's answers,
         0 where a row has none, is added with `answer_weight`.
     tail_weight: in the mean, tokens of the last quarter of a row count 1 + tail_weight times.
+    gradient_factor: multiplies the gradient and not the loss; that of one token among many is too
+        small for float16.
     The gradient is computed together with the loss, so that at most `budget` logits exist at once.
 
     >>> mean_loss(model, ids).backward()  # to scales on the seam
@@ -107,8 +110,9 @@ def mean_loss(
         marks = (answers[:, 1:] > 0).to(weights)
         by_row = marks.sum(1, keepdim=True).clamp(min=1.0)
         weights += answer_weight * marks.shape[1] * marks / by_row
-    weights /= weights.numel()
-    return _HeadLoss.apply(output.last_hidden_state, output, model, ids, weights, budget)
+    weights /= weights.numel() / gradient_factor
+    hidden = output.last_hidden_state
+    return _HeadLoss.apply(hidden, output, model, ids, weights, gradient_factor, budget)
 
 
 def training_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) -> Tensor:
@@ -138,8 +142,8 @@ def training_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) 
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The weighted loss of the head on hidden states, whose gradient is computed in the forward
-    pass."""
+    """The weighted loss of the head on hidden states, divided by a factor that its gradient keeps,
+    which is computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -149,6 +153,7 @@ class _HeadLoss(torch.autograd.Function):
         model: PreTrainedModel,
         ids: Tensor,
         weights: Tensor,
+        gradient_factor: float,
         budget: int,
     ) -> Tensor:
         vocabulary = model.config.get_text_config().vocab_size
@@ -170,12 +175,12 @@ class _HeadLoss(torch.autograd.Function):
 
         run_in_batches(ids.shape[1] - 1, max(1, budget // (ids.shape[0] * vocabulary)), add_rows)
         ctx.save_for_backward(gradient)
-        return total
+        return total / gradient_factor
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0], None, None, None, None, None
+        return gradient * grads[0], None, None, None, None, None, None
 
 
 def mean_kl(
