@@ -91,15 +91,16 @@ def test_the_weight_of_answers_does_not_depend_on_the_micro_batch():
     answers[1, 13:15] = answers[3, 13:24] = 1
     batch = torch.stack((ids, answers * answers.sum(1, keepdim=True)))
     module = DistillModule(student, teacher, answers=0.5, length=24)
-    for width in (24, 12):
-        windows, marks = ids.view(-1, width), answers.view(-1, width)
+    for width in (24, 12, 7):  # of 24 tokens, the last 21 make three windows of 7
+        kept = 24 // width * width
+        windows, marks = (part[:, -kept:].reshape(-1, width) for part in (ids, answers))
         asked = F.cross_entropy(
             student(windows).logits[:, :-1].mT, windows[:, 1:], reduction="none"
         )
         by_window = (asked * marks[:, 1:]).view(4, -1).sum(1) / answers.sum(1).clamp(min=1)
         expected = plain_kl(student, teacher, windows).mean() + 0.5 * by_window.mean()
         for rows in (4, 2, 1):
-            parts = batch.view(2, -1, width).split(rows, dim=1)
+            parts = batch[..., -kept:].reshape(2, -1, width).split(rows, dim=1)
             loss = torch.stack([module(part) for part in parts]).mean()
             assert loss.item() == pytest.approx(expected.item(), rel=1e-6), (width, rows)
     with pytest.raises(ValueError, match="the length of a window"):

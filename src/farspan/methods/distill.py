@@ -51,8 +51,10 @@ class DistillModule(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         ids, counts = batch if self.answers else (batch, None)
         weights = None
-        if counts is not None:  # no answer: infinity, which is replaced
-            weights = torch.where(counts > 0, self.answers * self.length / counts, 0.0)
+        if counts is not None:
+            kept = self.length // ids.shape[1] * ids.shape[1]  # of a window that was cut
+            # Without answers: infinity, which is replaced.
+            weights = torch.where(counts > 0, self.answers * kept / counts, 0.0)
         budget = GPU_BUDGET if ids.is_cuda else BUDGET
         autocast = torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda)
         with prefer_cudnn(), autocast:
