@@ -16,6 +16,7 @@ from farspan.methods.long_windows import LongModule, LongPlan
 from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.swan import DistillPlan, SwanConfig, swan
 from farspan.methods.tuning import LossModule, TuningConfig
+from farspan.model import loss as loss_module
 from farspan.model.loss import mean_kl, training_loss
 from swan_models import (
     BY_NAME,
@@ -23,6 +24,8 @@ from swan_models import (
     LENGTH,
     QUICK,
     TARGET,
+    WINDOW,
+    WordTokenizer,
     assert_unchanged,
     build,
     job_for,
@@ -93,6 +96,34 @@ def test_a_run_killed_on_long_windows_resumes_to_the_same_bits(step, one_window_
     assert set(resumed.weights) == set(uninterrupted.weights)
     for name, weight in uninterrupted.weights.items():
         assert torch.equal(weight, resumed.weights[name]), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_conversion_with_little_memory_is_the_same_up_to_rounding(first, monkeypatch, caplog):
+    """Windows with answers, short ones and long ones; memory ends in pass `first` or later."""
+    monkeypatch.setattr(long_windows_module, "LONG_TOKENS", 2 * TARGET)
+    settings = replace(LONG, tokens=2 * 4 * 4 * TARGET, facts=0.5, answers=0.1, short=0.3)
+    decode, patches, passes = loss_module.decoder_output, [], []
+
+    def decode_little(model, ids):
+        if torch.is_grad_enabled():
+            passes.append(ids.shape)
+            if len(passes) > first and ids.numel() > TARGET:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(model, ids)
+
+    for decode_ids in (decode, decode_little):
+        monkeypatch.setattr(loss_module, "decoder_output", decode_ids)
+        model = build("llama")
+        job = job_for(model, tokenizer=WordTokenizer(), seed=3)
+        patches.append(swan(model, job, settings, replace(QUICK, batch=6, micro_batch=3)))
+    assert "micro batches are split into" in caplog.text
+    assert {length for _, length in passes} == {WINDOW, LENGTH, TARGET}
+    base = dict(build("llama").named_parameters())
+    for name, weight in patches[0].weights.items():
+        error = (patches[1].weights[name] - weight).norm()
+        assert error < 1e-3 * (weight - base[name]).norm(), name
 
 
 def test_the_tokens_are_those_of_both_parts():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -234,6 +237,69 @@ def test_batches_of_single_rows_recompute_before_others_are_split():
     steps = EagerSteps(task, clip=0.0)
     steps.gradients([torch.rand(1, 8), torch.rand(4, 2)])
     assert (steps.recomputes, steps.parts) == (True, 2)
+
+
+class NoMemoryInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Saved:
+    """A tensor that autograd saves for a backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kind", ["text", "teacher", "scales"])
+def test_a_pass_without_memory_is_freed_before_the_next_one(kind, in_backward):
+    """A traceback, or a circle of references, would hold what took the memory."""
+    model, saved, alive = BY_NAME["llama"].build(), [], []
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    scaled = ScaledModel(model, Scales.uniform(1.2, range(4), 4))
+    modules = {
+        "text": LossModule(model),
+        "teacher": DistillModule(model, teacher, 0.0),
+        "scales": scaled,
+    }
+    module = modules[kind]
+    if kind == "scales":
+        seam.install(model, scaled.scales)
+
+    def pack(tensor):
+        kept = Saved(tensor)
+        saved.append(weakref.ref(kept))
+        return kept
+
+    def first_fails(norm, inputs):
+        if len(alive) > 1:
+            return None
+        if in_backward:
+            return (NoMemoryInBackward.apply(*inputs),)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def count_alive(*_):
+        alive.append(sum(reference() is not None for reference in saved))
+
+    module.register_forward_pre_hook(count_alive)
+    model.model.norm.register_forward_pre_hook(first_fails)
+    task = TrainingTask(module, dict(module.named_parameters()), [], lambda _: [], can_retry=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor)
+    gc.collect()
+    gc.disable()
+    try:
+        with hooks, seam.frozen(model) if kind == "scales" else nullcontext():
+            EagerSteps(task, clip=0.0).gradients([torch.cat((IDS, IDS + 1))])
+    finally:
+        gc.enable()
+    assert alive[:2] == [0, 0]
+    assert len(saved) > 100
 
 
 @pytest.mark.parametrize(("errors", "can_retry"), [(2, True), (1, False)])
