@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import seam
+from farspan.attention.model_facts import most_heads
 from farspan.attention.patch import fingerprint
 from farspan.attention.probe import probe
 from farspan.methods.job import FitJob
@@ -72,7 +73,7 @@ def job_for(model, **changes) -> FitJob:
         search=ids,
         choose=ids[:2],
         layers=tuple(layer.index for layer in layers),
-        heads=layers[0].heads,
+        heads=most_heads(layers),
         model=fingerprint(model),
     )
     return replace(job, **changes)

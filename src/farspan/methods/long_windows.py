@@ -9,7 +9,7 @@ predicts near by.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,10 +39,8 @@ class LongPlan:
     @classmethod
     def make(cls, tokens: float, length: int, short_length: int) -> LongPlan:
         batch = shared_batch(max(1, LONG_TOKENS // length))
-        plan = cls(length, batch, default_micro_batch(batch, length), short_length, 1)
-        return cls(
-            length, batch, plan.micro_batch, short_length, max(1, round(tokens / plan.tokens))
-        )
+        step = cls(length, batch, default_micro_batch(batch, length), short_length, steps=1)
+        return replace(step, steps=max(1, round(tokens / step.tokens)))
 
     @property
     def short_micro_batch(self) -> int:

@@ -27,7 +27,7 @@ from farspan.attention.layout import (
     Layout,
 )
 from farspan.attention.layout_change import set_layout
-from farspan.attention.model_facts import forward_flops, most_heads
+from farspan.attention.model_facts import forward_flops
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
@@ -256,7 +256,7 @@ def _sharpen(
     distance = min(job.train_length, job.target // 2)
     ids, known = rows_with_repeats(job.choose, job.seed, distance)
     advance = job.progress("sharpen", len(SLOPES))
-    table = torch.ones(len(layers), most_heads(probe(model)))
+    table = torch.ones(len(layers), job.heads)
     losses: dict[float, tuple[float, float]] = {}
 
     def scales_with(slope: float) -> Scales:

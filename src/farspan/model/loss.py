@@ -56,8 +56,7 @@ def last_losses(model: PreTrainedModel, ids: Tensor, count: int, *, budget: int 
         row_losses = F.cross_entropy(rows, chunk.flatten(), reduction="none")
         losses[:, start:stop] = row_losses.view_as(chunk)
 
-    vocabulary = model.config.get_text_config().vocab_size
-    run_in_batches(count, max(1, budget // (ids.shape[0] * vocabulary)), compute_rows)
+    run_in_batches(count, _positions_within(budget, model, len(ids)), compute_rows)
     return losses
 
 
@@ -132,10 +131,9 @@ def training_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) 
         rows = logits.to(_loss_dtype(logits)).flatten(0, 1)
         return F.cross_entropy(rows, targets.flatten(), reduction="sum")
 
-    vocabulary = model.config.get_text_config().vocab_size
-    rows = max(1, budget // (ids.shape[0] * vocabulary))
+    count = _positions_within(budget, model, len(ids))
     pairs = zip(
-        output.last_hidden_state[:, :-1].split(rows, 1), ids[:, 1:].split(rows, 1), strict=True
+        output.last_hidden_state[:, :-1].split(count, 1), ids[:, 1:].split(count, 1), strict=True
     )
     sums = [checkpoint(loss_of_rows, *pair, use_reentrant=False) for pair in pairs]
     return torch.stack(sums).sum() / ids[:, 1:].numel()
@@ -156,7 +154,6 @@ class _HeadLoss(torch.autograd.Function):
         gradient_factor: float,
         budget: int,
     ) -> Tensor:
-        vocabulary = model.config.get_text_config().vocab_size
         total = torch.zeros((), dtype=_loss_dtype(hidden), device=hidden.device)
         gradient = torch.zeros_like(hidden)
 
@@ -173,7 +170,7 @@ class _HeadLoss(torch.autograd.Function):
             (gradient[:, start:stop],) = torch.autograd.grad(loss, chunk.last_hidden_state)
             total = total + loss.detach()
 
-        run_in_batches(ids.shape[1] - 1, max(1, budget // (ids.shape[0] * vocabulary)), add_rows)
+        run_in_batches(ids.shape[1] - 1, _positions_within(budget, model, len(ids)), add_rows)
         ctx.save_for_backward(gradient)
         return total / gradient_factor
 
@@ -246,10 +243,8 @@ def token_kl(
         targets = ids[:, start + 1 : stop + 1, None]
         losses[:, start:stop] = -log_q.gather(-1, targets)[..., 0]
 
-    vocabulary = model.config.get_text_config().vocab_size
-    run_in_batches(
-        ids.shape[1] - 1, max(1, budget // (2 * ids.shape[0] * vocabulary)), compare_rows
-    )
+    of_each = _positions_within(budget // 2, model, len(ids))
+    run_in_batches(ids.shape[1] - 1, of_each, compare_rows)
     return kl, losses
 
 
@@ -302,7 +297,6 @@ class _HeadKL(torch.autograd.Function):
         *head: torch.nn.Parameter,
     ) -> Tensor:
         count = hidden.shape[0] * hidden.shape[1]
-        vocabulary = student.config.get_text_config().vocab_size
         total = torch.zeros((), dtype=_loss_dtype(hidden), device=hidden.device)
         gradient = torch.zeros_like(hidden)
         head_gradients = [torch.zeros_like(weight) for weight in head]
@@ -327,8 +321,7 @@ class _HeadKL(torch.autograd.Function):
                 sum_of_chunks.add_(part)
             total = total + kl
 
-        rows = max(1, budget // (hidden.shape[0] * vocabulary))
-        run_in_batches(hidden.shape[1], rows, add_rows)
+        run_in_batches(hidden.shape[1], _positions_within(budget, student, len(hidden)), add_rows)
         ctx.save_for_backward(gradient, *head_gradients)
         ctx.count = count
         return total / count
@@ -345,6 +338,11 @@ def compiled_on_gpu(function: Any) -> Any:
     raise_recompile_limit()
     # For each shape: a run has a few, and code for any shape makes a whole step 6% slower.
     return torch.compile(function, dynamic=False)
+
+
+def _positions_within(budget: int, model: PreTrainedModel, rows: int) -> int:
+    """How many positions of so many rows have at most `budget` logits; at least one."""
+    return max(1, budget // (rows * model.config.get_text_config().vocab_size))
 
 
 def _loss_dtype(tensor: Tensor) -> torch.dtype:
