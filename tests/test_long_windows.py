@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from families import tokens
 from farspan.errors import FarspanError
 from farspan.methods import long_windows as long_windows_module
+from farspan.methods import swan as swan_module
 from farspan.methods.job import loss_by_position
 from farspan.methods.long_windows import LongModule, LongPlan
 from farspan.methods.registry import ExtendConfig, search_windows
@@ -189,6 +190,33 @@ def test_a_step_has_as_many_tokens_in_short_windows_and_as_many_micro_batches(le
     assert plan.short_batch // plan.short_micro_batch == plan.batch // plan.micro_batch
 
 
+def test_short_windows_go_on_where_the_distillation_ended(monkeypatch):
+    """As long as there are others, no window is read twice, and none is changed like another."""
+    model, read, numbers = build("llama"), {"distill": [], "lengthen": []}, []
+
+    def train(model, job, name, tuning, training):
+        for step in range(training.steps):
+            read[name] += training.batches(step)
+        return {}
+
+    def count(row, number):
+        numbers.append((len(row), number))
+        return row, torch.zeros(len(row), dtype=torch.bool)
+
+    monkeypatch.setattr(swan_module, "train_weights", train)
+    monkeypatch.setattr(long_windows_module, "train_weights", train)
+    monkeypatch.setattr(swan_module, "recall_rows", lambda *_, **__: count)
+    monkeypatch.setattr(long_windows_module, "LONG_TOKENS", 2 * TARGET)
+    settings = replace(LONG, long=0.5, tokens=2 * 2 * 4 * TARGET)
+    text = torch.arange(40 * TARGET).reshape(40, TARGET)  # no token stands twice
+    swan(model, job_for(model, search=text), settings, replace(QUICK, steps=8))
+    short = [ids for part in read.values() for ids in part if ids.shape[1] == LENGTH]
+    windows = torch.cat(short)[:, 0].tolist()
+    assert len(windows) == len(set(windows)) == 8 * 4 + 2 * 4
+    assert [number for length, number in numbers if length == LENGTH] == [*range(40)]
+    assert [number for length, number in numbers if length == TARGET] == [*range(32, 36)]
+
+
 def test_the_base_teaches_on_short_windows_beside_the_long_ones():
     """Both kinds count equally in a step."""
     model, teacher = build("llama"), build("farspan-rope")
@@ -196,7 +224,7 @@ def test_the_base_teaches_on_short_windows_beside_the_long_ones():
     job = job_for(model)
     with torch.no_grad():
         module = LongModule(model, teacher, plan.short_length)
-        for ids in long_windows_module._batches(job, plan, model.device, None)(0):
+        for ids in long_windows_module._batches(job, plan, model.device, None, 0)(0):
             seen.append(tuple(ids.shape))
             short = ids.shape[1] == LENGTH
             expected = mean_kl(model, teacher, ids) if short else training_loss(model, ids)

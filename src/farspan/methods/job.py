@@ -84,6 +84,7 @@ class FitJob:
         change_row: ChangeRow | None = None,
         *,
         with_answers: bool = False,
+        first: int = 0,
     ) -> Callable[[int], list[Tensor]]:
         """A function from step to this process's micro batches of search windows [B, T].
 
@@ -91,13 +92,14 @@ class FitJob:
         its number in the run.
         with_answers: micro batches are [2, B, T]; behind the tokens, each token of an answer has
             the number of such tokens in its window, and others have 0.
+        first: the number of the first window, where others were read before.
         """
         state = processes()
         per_process, rows = split_batch(batch, micro_batch)
 
         def batches_of_step(step: int) -> list[Tensor]:
-            first = step * batch + state.process_index * per_process
-            numbers = range(first, first + per_process)
+            start = first + step * batch + state.process_index * per_process
+            numbers = range(start, start + per_process)
             windows = self.search[[self._window_index(number) for number in numbers]]
             answers = torch.zeros_like(windows)
             if change_row is not None:

@@ -87,14 +87,16 @@ def train_on_long_windows(
     tuning: TuningConfig,
     change_row: ChangeRow | None,
     flops: float,
+    read: int,
 ) -> dict[str, Tensor]:
     """The model's weights after training on the next token of long windows.
 
     flops: of a token, on average over both kinds of windows.
+    read: the number of short windows that the distillation has read.
     """
     training = WeightTraining(
         LongModule(model, teacher, plan.short_length),
-        _batches(job, plan, model.device, change_row),
+        _batches(job, plan, model.device, change_row, read),
         tokens=plan.tokens // plan.steps,
         steps=plan.steps,
         optimization=OptimizerConfig(
@@ -111,11 +113,13 @@ def train_on_long_windows(
 
 
 def _batches(
-    job: FitJob, plan: LongPlan, device: torch.device, change_row: ChangeRow | None
+    job: FitJob, plan: LongPlan, device: torch.device, change_row: ChangeRow | None, read: int
 ) -> Callable[[int], list[Tensor]]:
     """Micro batches of long and short windows in turn, as many of each, so both count equally."""
-    long = job.with_windows(plan.length).batches(plan.batch, plan.micro_batch, device, change_row)
+    long = job.with_windows(plan.length).batches(
+        plan.batch, plan.micro_batch, device, change_row, first=read
+    )
     short = job.with_windows(plan.short_length).batches(
-        plan.short_batch, plan.short_micro_batch, device, change_row
+        plan.short_batch, plan.short_micro_batch, device, change_row, first=read
     )
     return lambda step: [ids for pair in zip(long(step), short(step), strict=True) for ids in pair]

@@ -230,7 +230,14 @@ def swan(model: PreTrainedModel, job: FitJob, config: SwanConfig, tuning: Tuning
                 flops = long_flops(model, probe(model), probe(teacher), long_plan)
                 with weights_override(model, weights):
                     weights |= train_on_long_windows(
-                        model, teacher, whole, long_plan, tuning, rows, flops / long_plan.tokens
+                        model,
+                        teacher,
+                        whole,
+                        long_plan,
+                        tuning,
+                        rows,
+                        flops / long_plan.tokens,
+                        plan.steps * plan.batch,
                     )
         scales = None
         if config.sharpen:
