@@ -188,7 +188,7 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     job = _make_job(run, model, tokenizer, layers, splits, to, length, out)
     if run.start is not None:
         job = start_from(run.start, job, str(run.model))
-        notes = (*notes, f"before is {job.start_name}, a patch of {run.source}")
+        notes = (*notes, f"values before are those of {job.start_name}, a patch of {run.source}")
     if not {"swan", "drope"} & set(run.names):  # they leave other layers to scale
         check_init(run.config.search, job)
     default = preset_config(run.preset)
