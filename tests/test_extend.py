@@ -43,6 +43,7 @@ from farspan.workflows import extend as extend_workflow
 from farspan.workflows import search_folder
 from farspan.workflows.extend import extend
 from farspan.workflows.extend_estimate import ExtendEstimate
+from farspan.workflows.extend_prepare import ExtendRun
 from fit_jobs import BY_NAME, QUICK, job_for
 from test_train import in_processes
 
@@ -400,6 +401,23 @@ def test_nonfinite_losses_after_a_method_blame_the_method(tiny, tmp_path, monkey
             tiny / "none", 128, tmp_path / "patch", "uniform", data=tiny / "text.txt", recipe=FEW
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantized_weights_are_not_trained(tiny, tmp_path, monkeypatch):
+    load = ExtendRun.load
+
+    def load_quantized(run):
+        model, tokenizer = load(run)
+        model.is_quantized = True
+        return model, tokenizer
+
+    monkeypatch.setattr(ExtendRun, "load", load_quantized)
+    options = dict(data=tiny / "text.txt", recipe=FEW)
+    for method, recipe in (("continue", FEW), ("yarn", replace(FEW, tune="fair"))):
+        with pytest.raises(FarspanError, match="trains weights, which are quantized in .*rope; gi"):
+            extend(tiny / "rope", 128, tmp_path / "out", method, **{**options, "recipe": recipe})
+    assert list(tmp_path.iterdir()) == []
+    extend(tiny / "rope", 128, tmp_path / "out", "yarn", **options)
 
 
 def test_out_of_memory_suggests_a_shorter_target(tiny, tmp_path, monkeypatch):

@@ -361,6 +361,9 @@ def test_auto_tries_swan_far_beyond_the_train_length_on_a_gpu():
     assert "swan" not in candidates(["auto"], layers, on_gpu(model), at_the_limit)
     assert "swan" not in candidates(["auto"], layers, on_gpu(model), job)
     assert "swan" not in candidates(["auto"], layers, model, far)
+    quantized = on_gpu(model)
+    quantized.is_quantized = True
+    assert candidates(["auto"], layers, quantized, far) == ["ntk", "yarn"]
     assert candidates(["swan"], layers, model, job) == ["swan"]
     gemma = build("gemma3")
     assert "swan" not in candidates(["auto"], probe(gemma), on_gpu(gemma), far)

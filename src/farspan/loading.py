@@ -481,6 +481,10 @@ def with_position(config: PreTrainedConfig, position: str) -> FarspanConfig:
     return FarspanConfig(**{**values, "position": position, "rope_parameters": rope})
 
 
+def is_quantized(model: PreTrainedModel) -> bool:
+    return getattr(model, "is_quantized", False)
+
+
 def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:
     """A small model in float32, whatever the dtype of its checkpoint.
 
@@ -492,7 +496,7 @@ def upcast_small_model(model: PreTrainedModel) -> PreTrainedModel:
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     grouped_on_gpu = model.device.type == "cuda" and kv_heads not in (None, heads)
-    keep = model.dtype == torch.float32 or getattr(model, "is_quantized", False) or grouped_on_gpu
+    keep = model.dtype == torch.float32 or is_quantized(model) or grouped_on_gpu
     return model if keep or model.num_parameters() >= UPCAST_BELOW else model.float()
 
 

@@ -21,6 +21,7 @@ from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
 from farspan.device_map import is_placed
 from farspan.errors import FarspanError, suggest
+from farspan.loading import is_quantized
 from farspan.methods.continued import continue_training
 from farspan.methods.drope import drope
 from farspan.methods.headscale import SearchConfig, headlog, headscale
@@ -217,14 +218,16 @@ def check_unused_settings(
             )
 
 
-def check_trains_no_weights(names: Sequence[str], config: ExtendConfig) -> None:
-    """Refuse methods that update weights, which a device map may keep outside memory."""
+def check_trains_no_weights(
+    names: Sequence[str], config: ExtendConfig, problem: str, way_out: str
+) -> None:
+    """Refuse methods that update weights, because of a problem with these."""
     trained = TRAINED_METHODS & set(names)
     if trained or config.tune:
         method = min(trained) if trained else f"tune={config.tune}"
         raise FarspanError(
-            f"{method} trains weights, which a device map may keep on the disk; remove the device "
-            "map, or choose a method that trains none, as headscale or yarn"
+            f"{method} trains weights, which {problem}; {way_out}, or choose a method that trains "
+            "none, as headscale or yarn"
         )
 
 
@@ -318,8 +321,8 @@ def candidate_methods(
     elif "+" in (first := recommended_method(layers, scaled) or ""):  # SmolLM3
         candidates = [first.partition("+")[0], "headlog", first]
     far = job.target > SWAN_FACTOR * job.train_length
-    # elsewhere training takes hours, or weights do not fit
-    on_gpu = model.device.type == "cuda" and not is_placed(model)
+    # elsewhere training takes hours, or weights do not fit or are no numbers
+    on_gpu = model.device.type == "cuda" and not is_placed(model) and not is_quantized(model)
     plain = all(layer.position in ("rope", "none") and not layer.window for layer in layers)
     plain = plain and scaling not in LENGTH_DEPENDENT
     return [*candidates, "swan"] if far and on_gpu and plain else candidates

@@ -24,6 +24,7 @@ from farspan.loading import (
     base_source,
     check_device,
     find_patch,
+    is_quantized,
     load_with_tokenizer,
     upcast_small_model,
 )
@@ -124,7 +125,8 @@ def make_run(
     config = read_extend_config(default if recipe is None else recipe, overrides)
     check_unused_settings(names, config, default)
     if device_map:
-        check_trains_no_weights(names, config)
+        problem = "a device map may keep on the disk"
+        check_trains_no_weights(names, config, problem, "remove the device map")
     source, start = model, find_patch(model)
     if start is not None:
         check_start(model, start, names)
@@ -168,6 +170,9 @@ def prepare(run: ExtendRun, data: Data, to: int, train_length: int | None, out: 
     _check_texts(data)
     advance = run.progress("load and read", 2)
     model, tokenizer = run.load()
+    if is_quantized(model):
+        problem = f"are quantized in {run.model}"
+        check_trains_no_weights(run.names, run.config, problem, "give a model that is not")
     if run.start is not None:
         replace(run.start, scales=None).apply(model)
         _check_same_weights(run.model, model)
