@@ -239,6 +239,35 @@ def test_batches_of_single_rows_recompute_before_others_are_split():
     assert (steps.recomputes, steps.parts) == (True, 2)
 
 
+@pytest.mark.parametrize("loss_of", [mean_loss, mean_kl])
+def test_a_head_without_memory_counts_every_token_once(loss_of, monkeypatch):
+    """Memory ends in the gradient of its first rows, and of half of them; then a few rows fit."""
+    model = BY_NAME["llama"].build().double()
+    others = () if loss_of is mean_loss else (copy.deepcopy(model).requires_grad_(False),)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    grad, sizes = torch.autograd.grad, []
+
+    def little(outputs, inputs, *args, **options):
+        sizes.append(inputs[0].shape[1] if isinstance(inputs, list) else inputs.shape[1])
+        if sizes[-1] > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return grad(outputs, inputs, *args, **options)
+
+    results = []
+    for function in (grad, little):
+        monkeypatch.setattr(torch.autograd, "grad", function)
+        loss = loss_of(model, *others, IDS)
+        monkeypatch.setattr(torch.autograd, "grad", grad)
+        model.zero_grad()
+        loss.backward()
+        parts = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+        results.append(torch.cat([loss.detach()[None], *parts]))
+    assert sizes[:2] == [IDS.shape[1] - (loss_of is mean_loss), sizes[0] // 2]
+    assert max(sizes[2:]) <= 12
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
 class NoMemoryInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden):
