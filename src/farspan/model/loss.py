@@ -140,8 +140,8 @@ def training_loss(model: PreTrainedModel, ids: Tensor, *, budget: int = BUDGET) 
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The weighted loss of the head on hidden states, divided by a factor that its gradient keeps,
-    which is computed in the forward pass."""
+    """The weighted loss of the head on hidden states, divided by `gradient_factor`. Its gradient,
+    which is not divided, is computed in the forward pass."""
 
     @staticmethod
     def forward(
