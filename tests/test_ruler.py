@@ -807,6 +807,22 @@ def test_thinking_is_off_in_templates_with_either_switch(tiny, switch):
     assert chat_frame(tokenizer) == ("", "</think>")
 
 
+@pytest.mark.parametrize(
+    ("beginning", "shown"),
+    [
+        ("\n {{ date_string }}", "\n 26 Jul 2024"),
+        ("\n {{ strftime_now('%Y-%m-%d') }}", "\n 2024-07-26"),
+        (" {% set today = strftime_now('%d %B %Y') %}{{ today }}", "26 July 2024"),
+        (" {% if date_string is not defined %}{{ strftime_now('%b') }}{% endif %}", ""),
+    ],
+)
+def test_a_template_shows_the_same_date_every_day(beginning, shown, tiny):
+    """Llama's takes an argument; Mistral's and gpt-oss's ask for today. White space stays."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = beginning + TEMPLATE
+    assert chat_frame(tokenizer) == (f"{shown}[user]", "[end][assistant]<think></think>")
+
+
 def test_the_template_decides_the_begin_of_text_token(tiny):
     tokenizer = hf.AutoTokenizer.from_pretrained(tiny)
     tokenizer.bos_token = tokenizer.eos_token

@@ -9,6 +9,12 @@ from farspan.errors import FarspanError, first_line
 
 MESSAGE = "The-message-of-the-user"
 DATE = "26 Jul 2024"  # the default of templates that show the date; today's would change prompts
+# In front of a template that asks for today's date by itself, which no argument can answer. The
+# line break is not part of the text, and lets the template begin a line, as it did.
+FIXED_DATE = (
+    "{%- macro strftime_now(format) %}{{ format | replace('%Y', '2024') | replace('%m', '07') "
+    "| replace('%d', '26') | replace('%B', 'July') | replace('%b', 'Jul') }}{% endmacro %}\n"
+)
 
 
 def chat_frame(tokenizer: Any, system: str | None = None) -> tuple[str, str]:
@@ -24,8 +30,10 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> tuple[str, str]:
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": MESSAGE})
     try:
+        template = tokenizer.get_chat_template()
         text = tokenizer.apply_chat_template(
             messages,
+            chat_template=FIXED_DATE * ("strftime_now" in template) + template,
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=False,
