@@ -296,6 +296,8 @@ def test_data_with_an_equals_sign_can_be_a_path(tmp_path, monkeypatch):
     Path("a=b.txt").write_text("text")
     assert parse_data(["a=b.txt"]) == "a=b.txt"
     assert parse_data(["a=c.txt"]) == {"a": "c.txt"}
+    with pytest.raises(FarspanError, match=r"--data =c.txt has no name; write it as NAME=PATH"):
+        parse_data(["=c.txt"])
 
 
 @pytest.fixture

@@ -222,6 +222,22 @@ def test_refuses_a_layer_count_that_the_tensors_do_not_fit(count, original, tmp_
         farspan.inspect(file)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("llama.block_count", "four"), ("llama.rope.scale_linear", "much")]
+)
+def test_refuses_values_of_another_type(key, value, tmp_path):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_string(key, value)
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CorruptError, match="model.gguf is damaged or no GGUF file"):
+        farspan.inspect(file)
+
+
 def test_refuses_a_layer_count_without_tensors_for_the_last(original, tmp_path):
     file = rewrite(original, tmp_path / "model.gguf", fields={"llama.block_count": 5})
     with pytest.raises(CorruptError, match="lacks 9 weights that its config requires"):

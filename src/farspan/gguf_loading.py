@@ -20,7 +20,7 @@ from transformers import (
 
 from farspan.checkpoints import MissingModelError, check_report, quiet, readable
 from farspan.data.tokens import add_begin_of_text, read_tokenizer, split_of_single_digits
-from farspan.errors import CorruptError, FarspanError
+from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.gguf_reading import BOS, fast_gguf, read_header, without_vocabulary
 from farspan.progress import Progress
 
@@ -142,6 +142,16 @@ def check_gguf(file: Path) -> Any:
     if not file.is_file():
         raise MissingModelError(f"{file} does not exist; check the path")
     header = read_header(file)
+    try:
+        _check_header(file, header)
+    except (TypeError, ValueError) as error:  # a value of another type than its key has
+        raise CorruptError(
+            f"{file} is damaged or no GGUF file ({first_line(error)}); download or export it again"
+        ) from None
+    return header
+
+
+def _check_header(file: Path, header: Any) -> None:
     if (scaling := _rope_scaling(header)) is not None:
         raise FarspanError(
             f"{file.name} scales its rotation ({scaling}), and transformers would ignore that; "
@@ -156,7 +166,6 @@ def check_gguf(file: Path) -> Any:
             f"{file.name} is a granite model without rotation, which llama.cpp supports and "
             f"transformers does not; {USE_CHECKPOINT}"
         )
-    return header
 
 
 def _rope_scaling(header: Any) -> str | None:

@@ -146,6 +146,8 @@ def parse_data(values: Sequence[str]) -> str | dict[str, str]:
     if len(values) == 1 and (not named or Path(values[0]).exists()):
         return values[0]
     names = [value.partition("=")[0] for value in values if "=" in value]
+    if "" in names:
+        raise FarspanError(f"--data ={named['']} has no name; write it as NAME=PATH")
     if repeated := [name for name in names if names.count(name) > 1]:
         raise FarspanError(
             f"--data {repeated[0]}= was given {names.count(repeated[0])} times; give each name once"
