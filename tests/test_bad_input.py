@@ -24,6 +24,7 @@ from farspan.errors import CorruptError, FarspanError
 from farspan.evals.suites import EvalConfig
 from farspan.files import write_manifest
 from farspan.loading import load_config
+from farspan.model import FarspanForCausalLM
 from farspan.workflows.attention_analysis import compare_attention
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -899,6 +900,22 @@ def test_a_text_that_is_not_there_is_refused_before_a_model_is_loaded(monkeypatc
     )
     with pytest.raises(FarspanError, match=r"'typo.txt' is not a file|the texts are named search"):
         run()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), r"\(out of memory\); shorten the prompt"),
+        (IndexError("index out of range"), r"\(IndexError: index out of range\)"),
+    ],
+)
+def test_a_continuation_that_fails_is_one_sentence(monkeypatch, error, reason):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(FarspanForCausalLM, "generate", fail)
+    with pytest.raises(FarspanError, match=f"nope-twin cannot continue a prompt of .* {reason}"):
+        list(farspan.generate("nope-twin", "The sky is"))
 
 
 def test_a_patch_where_a_model_is_needed_is_named_as_such():

@@ -26,7 +26,7 @@ from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cli import choices
-from farspan.cli.console import console, format_file_size
+from farspan.cli.console import console, format_count, format_file_size
 from farspan.cli.diagnose import show_diagnoses
 from farspan.cli.eval import show_evaluation
 from farspan.cli.extend import show_extension
@@ -346,6 +346,14 @@ def make_diagnosis(label: str, **fields) -> SimpleNamespace:
         verdict="Loss leaves its trend.",
     )
     return SimpleNamespace(**(values | fields))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999"), (1000, "1.0K"), (999_949, "999.9K"), (999_950, "1.0M"), (2.5e9, "2.5B")],
+)
+def test_counts_have_at_most_three_digits_before_the_point(count, text):
+    assert format_count(count) == text
 
 
 def test_diagnosis_keeps_names_and_numbers_whole_on_80_columns(set_width, capsys):

@@ -22,7 +22,7 @@ from farspan.data.documents import read_documents
 from farspan.data.passkey import PasskeyDocuments, held_out_key
 from farspan.data.tokens import train_tokenizer
 from farspan.data.windows import cut_windows
-from farspan.errors import FarspanError
+from farspan.errors import CorruptError, FarspanError
 from farspan.files import check_manifest
 from farspan.model import FarspanForCausalLM
 from farspan.model.loss import last_losses, token_losses
@@ -215,6 +215,11 @@ def test_a_run_writes_a_model_with_its_card_and_is_not_repeated(tiny, tmp_path):
     raw, _ = again.plot().axes[0].lines
     assert len(raw.get_xdata()) == 6
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    (tmp_path / "run" / "record.json").write_text("{}")
+    with pytest.raises(CorruptError, match=r"record.json has no steps and loss.*; remove it"):
+        pretrain(str(tiny), ["steps=6"], tmp_path / "run")
+    (tmp_path / "run" / "record.json").unlink()
+    assert pretrain(str(tiny), ["steps=6"], tmp_path / "run").loss == result.loss
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e15])
@@ -450,6 +455,16 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(tiny, tmp_path, command, m
     assert "has no books_train_*.jsonl.xz for data.sources.books" in out + errors
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_may_have_brackets_in_its_name(tiny, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Path("own[/v2].toml")
+    recipe.parent.mkdir()
+    recipe.write_text(tiny.read_text())
+    code, out, _ = command("pretrain", recipe, "--dry-run", "--out", tmp_path / "new")
+    assert code == 0
+    assert "own[/v2].toml" in out
 
 
 def test_tensorboard_needs_its_package(tiny, tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from farspan.errors import first_line
+
 log = logging.getLogger(__name__)
 
 # The CPU allocator and CUDA's libraries have no error class for this, only these texts.
@@ -23,6 +25,12 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(
         text in str(error) for text in OUT_OF_MEMORY_TEXTS
     )
+
+
+def failure_reason(error: BaseException) -> str:
+    """Why a model could not run, for the sentence about it."""
+    named = f"{type(error).__name__}: {first_line(error)}"
+    return "out of memory" if out_of_memory(error) else named
 
 
 def run_in_batches(total: int, size: int, run: Callable[[int, int], None]) -> None:

@@ -108,9 +108,9 @@ def required_width(table: Table) -> int:
 
 
 def format_count(count: int) -> str:
-    """1_234_567 -> "1.2M"."""
+    """1_234_567 -> "1.2M"; 999_999 -> "1.0M"."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= size:
+        if count >= 0.99995 * size:
             return f"{count / size:.1f}{unit}"
     return str(count)
 

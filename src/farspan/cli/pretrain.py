@@ -78,7 +78,7 @@ def show_estimate(recipe: str, estimate: PretrainEstimate, as_json: bool) -> Non
         format_memory(gib) for gib in (estimate.weights_gib, estimate.activations_gib)
     )
     facts = make_facts()
-    facts.add_row("recipe", recipe)
+    facts.add_row("recipe", escape(recipe))
     facts.add_row("parameters", f"{estimate.parameters:,}")
     facts.add_row("tokens", f"{estimate.tokens:,}, from {text}")
     facts.add_row("memory", f"{weights} per device for weights, gradients and optimizer,")

@@ -15,7 +15,7 @@ from farspan.attention import seam
 from farspan.attention.model_facts import config_train_length, most_heads, probe_or_none
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
-from farspan.batching import out_of_memory
+from farspan.batching import failure_reason
 from farspan.begin_of_text import BeginOfText, check_choice, load_with_begin_of_text
 from farspan.data.documents import check_text, read_documents
 from farspan.data.windows import Windows, cut_windows
@@ -24,7 +24,7 @@ from farspan.diagnosis.curves import check_losses, measure_curves
 from farspan.diagnosis.knees import KneeRule
 from farspan.diagnosis.result import Diagnoses, Diagnosis
 from farspan.diagnosis.verdict import assess
-from farspan.errors import FarspanError, at_least_one, first_line
+from farspan.errors import FarspanError, at_least_one
 from farspan.files import check_absent, new_folder
 from farspan.lengths import parse_lengths
 from farspan.loading import (
@@ -311,11 +311,9 @@ def _model_errors(source: str | Path, tokens: int) -> Iterator[None]:
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        if out_of_memory(error):
-            reason = "out of memory"
         raise FarspanError(
-            f"{source} cannot run on {tokens} tokens at once ({reason}); use shorter lengths"
+            f"{source} cannot run on {tokens} tokens at once ({failure_reason(error)}); use "
+            "shorter lengths"
         ) from error
 
 

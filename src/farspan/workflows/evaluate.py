@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from farspan.batching import out_of_memory
+from farspan.batching import failure_reason
 from farspan.begin_of_text import BeginOfText, check_choice
 from farspan.bundled import resolve_bundled
 from farspan.cells import Cells, cell_key, check_results_folder, compute_unclaimed, finish
@@ -26,7 +26,7 @@ from farspan.data.documents import check_text
 from farspan.data.tokens import fingerprint
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap, check_device_map
-from farspan.errors import FarspanError, first_line
+from farspan.errors import FarspanError
 from farspan.evals.engine import Engine
 from farspan.evals.engine_http import is_url
 from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
@@ -518,11 +518,9 @@ def _run_cell(
             return evaluation.run(cell, model.model, model.tokenizer, prefix_cache)
         return evaluation.run(cell, model.model, model.tokenizer)
     except (IndexError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        why = "out of memory" if out_of_memory(error) else why
         raise FarspanError(
-            f"{model.name} cannot run {cell.eval} on {cell.length} tokens ({why}); choose shorter "
-            "lengths"
+            f"{model.name} cannot run {cell.eval} on {cell.length} tokens "
+            f"({failure_reason(error)}); choose shorter lengths"
         ) from error
 
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from farspan.attention import seam
 from farspan.attention.model_facts import max_positions, probe_or_none
+from farspan.batching import failure_reason
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.checkpoints import quiet
 from farspan.deprecation import renamed_arguments
@@ -159,5 +160,10 @@ def _stream(
     finally:
         stopped.set()
         thread.join()
+    if errors and isinstance(errors[0], IndexError | RuntimeError):
+        raise FarspanError(
+            f"{name} cannot continue a prompt of {options['input_ids'].shape[1]} tokens "
+            f"({failure_reason(errors[0])}); shorten the prompt, or lower --max-new-tokens"
+        ) from errors[0]
     if errors:
         raise errors[0]

@@ -16,7 +16,7 @@ from farspan.attention.patch import fingerprint
 from farspan.checkpoints import quiet
 from farspan.data.jsonlines import read_rows
 from farspan.deprecation import renamed_arguments
-from farspan.errors import FarspanError, install_hint
+from farspan.errors import CorruptError, FarspanError, install_hint
 from farspan.files import new_folder, read_json, write_manifest
 from farspan.loading import resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -204,6 +204,11 @@ def pretrain(
     if record_file.exists() and (run / "model").exists():
         check_same_recipe(config, run)
         record = read_json(record_file)
+        if not {"steps", "loss"} <= record.keys():
+            raise CorruptError(
+                f"{record_file} has no steps and loss, so it is damaged; remove it and rerun the "
+                "same command, which writes it anew"
+            )
         return PretrainResult(run / "model", record["steps"], record["loss"], already=True)
     if processes().is_main_process:
         on_step = _announce(config, Path(recipe).stem, progress, on_step, say)
