@@ -24,8 +24,9 @@ from farspan.lab.custom_tasks import split_examples
 from farspan.lab.examples import length_weights, no_examples
 from farspan.lab.fleet import MAX_LOGITS, Rows
 from farspan.lab.scratchpad import parse_parts
-from farspan.lab.study import TaskData, parse_length_range
+from farspan.lab.study import TaskData
 from farspan.lab.tasks import Example, LabTask, Range
+from farspan.lengths import parse_length_range
 from farspan.progress import ignore
 from farspan.train.loop import StepCallback, TrainPlan, TrainResult, train
 from farspan.train.metadata import begin_of_text
