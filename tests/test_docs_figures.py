@@ -113,7 +113,7 @@ def test_a_new_line_is_a_new_row(tables, monkeypatch):
     page = "<!-- table: losses runs#64k -->\n<!-- end -->\n\n  <!-- table: passkeys runs -->\nold\n"
     text = tables.with_tables(page + "  <!-- end -->\n")
     assert "| loss minus base | windows | 8 | 16 |\n" in text
-    assert text.count("| mine | 2 | 0 | +0.500 ± 0.980 |\n") == 1  # 1.96 · √½ / √2
+    assert text.count("| mine | 2 | 0 | +0.500 ± 6.353 |\n") == 1  # t(1) · √½ / √2
     assert text.count("other") == 1
     assert "\n  | base | 20 | 100% |  |\n  | mine | 20 | 95% | 50% |\n  | other | 20 |" in text
     assert "old" not in text
@@ -141,7 +141,7 @@ def test_cells_are_compared_on_the_texts_of_the_mark(tables, monkeypatch):
     assert row("run@books+math") == row("run")
     for each in lines:  # of earlier releases
         del each["documents"]
-    assert row("run@books") == "| mine | 4 | +1.000 ± 0.566 |"
+    assert row("run@books") == "| mine | 4 | +1.000 ± 0.919 |"  # t(3) · √⅓ / 2
     with pytest.raises(SystemExit, match="run has no text code; choose from books, math"):
         row("run@code")
 

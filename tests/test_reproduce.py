@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from transformers import AutoTokenizer
 
@@ -27,6 +28,7 @@ from farspan.data.tokens import train_tokenizer
 from farspan.diagnosis.curves import Curves, measure_curves
 from farspan.errors import FarspanError
 from farspan.evals import passkey
+from farspan.intervals import mean_bound
 from farspan.methods.headscale import FULL, SearchConfig
 from farspan.methods.registry import ExtendConfig
 from farspan.methods.tuning import TuningConfig
@@ -722,6 +724,16 @@ def test_same_tokens_are_scored_with_every_context(tiny):
     assert "on the same tokens" in (tiny / "out" / "tables.md").read_text()
 
 
+@pytest.mark.parametrize("n", [2, 5, 40])
+def test_the_bound_of_a_mean_is_that_of_scipy(n):
+    values = np.random.default_rng(n).normal(0.1, 1.0, n)
+    low, high = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert mean_bound(values) == pytest.approx((high - low) / 2)
+    assert mean_bound(np.repeat(values, 3), np.repeat(range(n), 3)) == pytest.approx(
+        (high - low) / 2
+    ), "copies of a document add nothing"
+
+
 def test_paired_differences_have_intervals_over_documents_or_windows():
     base, patched = make_result("a", "none", 512), make_result("a", "swan", 512)
     base["same_tokens"] = {"text": {"512": [3.0, 4.0, 5.0], "1024": [4.0, 5.0, 7.0]}}
@@ -730,8 +742,8 @@ def test_paired_differences_have_intervals_over_documents_or_windows():
     assert header[3:] == ["512", "1024"]
     assert rows[0][3] == "+0.000 ± 0.000"
     assert rows[1][3] == "+0.100 ± 0.000"
-    assert rows[1][4] == "+0.100 ± 0.113"
-    for documents, shown in ([0, 1, 2], "± 0.113"), ([0, 0, 1], "± 0.131"), ([0, 0, 0], ""):
+    assert rows[1][4] == "+0.100 ± 0.248"  # 4.303 · 0.1 / √3
+    for documents, shown in ([0, 1, 2], "± 0.248"), ([0, 0, 1], "± 0.847"), ([0, 0, 0], ""):
         patched["documents"] = {"text": documents}
         assert paired_table([base, patched], "text")[1][1][4] == f"+0.100 {shown}".strip()
     del patched["documents"]

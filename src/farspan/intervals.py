@@ -20,7 +20,7 @@ def bootstrap_interval(value: float, draws: np.ndarray, n: int) -> tuple[float, 
 
 
 def mean_bound(values: np.ndarray, documents: Sequence[Any] | None = None) -> float | None:
-    """Half of the 95% interval of a mean; None if there is one value or one document.
+    """Half of the 95% interval of a mean, by Student's t; None for one value or one document.
 
     documents: of which document each value is. Values of one document are not independent, so the
     deviations of a document count as one.
@@ -31,7 +31,8 @@ def mean_bound(values: np.ndarray, documents: Sequence[Any] | None = None) -> fl
     sums = np.bincount(groups, weights=deviations)
     if len(sums) < 2:
         return None
-    return 1.96 * math.sqrt((sums**2).sum() * len(sums) / (len(sums) - 1)) / len(values)
+    variance = (sums**2).sum() * len(sums) / (len(sums) - 1)
+    return _student_t(len(sums)) * math.sqrt(variance) / len(values)
 
 
 def _small_sample_factor(n: int) -> float:
@@ -39,8 +40,15 @@ def _small_sample_factor(n: int) -> float:
 
     The root corrects that a resample spreads less than the population it stands for.
     """
-    from scipy.special import ndtri, stdtrit
+    from scipy.special import ndtri
 
     if n == 1:
         return 1.0
-    return math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, 0.975) / ndtri(0.975))
+    return math.sqrt(n / (n - 1)) * _student_t(n) / float(ndtri(0.975))
+
+
+def _student_t(n: int) -> float:
+    """Standard errors to either side of a mean of n values that make its 95% interval."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(n - 1, 0.975))
