@@ -10,8 +10,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Of 20,000 installed files, the first import of a module compiles it, and writes what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage long mutants families torture torture-full oldest check lint types dev figures \
-	docs wheel clean
+.PHONY: install demo test coverage long mutants families torture torture-full oldest check lint \
+	types dev figures docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -94,6 +94,11 @@ $(VENV)/.created: $(CONSTRAINTS)
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	$(PIP) -e '.[test]'
 	touch $@
+
+# All of it at once, as CI does: pip resolves the extras one time instead of three.
+install: $(VENV)/.created pyproject.toml
+	$(PIP) -e '.[dev,docs]'
+	touch $(VENV)/.installed $(VENV)/.installed-docs $(VENV)/.installed-dev
 
 $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml
 	$(PIP) -e '.[docs]'

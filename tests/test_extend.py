@@ -704,7 +704,8 @@ def test_a_search_on_a_patch_starts_from_its_scales(tiny, tmp_path, first, metho
     assert result.patch.method == f"{first}+{method}"
     assert (result.patch.name, result.patch.target) == (str(tiny / "none"), 192)
     assert result.before["loss@128"] == pytest.approx(before.after["loss@128"], abs=0.5)
-    assert any("before is" in note and str(tmp_path / "first") in note for note in result.notes)
+    before_is = f"values before are those of {tmp_path / 'first'}"
+    assert any(before_is in note for note in result.notes)
     record = json.loads((tmp_path / "second" / "record.json").read_text())
     assert record["settings"]["start"]["method"] == first
     assert farspan.load(tmp_path / "second").model is not None
