@@ -141,7 +141,8 @@ Budget = Annotated[
 SampledWindows = Annotated[
     int | None,
     _count_option(
-        "Perplexity: maximum number of windows, sampled at random.", "all; 32 in suite quick"
+        "Perplexity: maximum number of windows, sampled at random.",
+        "8 with preset quick; else all, or 32 in suite quick",
     ),
 ]
 Beams = Annotated[
@@ -154,7 +155,7 @@ Limit = Annotated[
     int | None,
     _count_option(
         "needle, nonliteral, ruler, longbench, commonsense: examples per task.",
-        "20 in needle, nonliteral and ruler; else all",
+        "5 with preset quick; else 20 in needle, nonliteral and ruler, all in others",
     ),
 ]
 Tasks = Annotated[
