@@ -17,6 +17,9 @@ import pytest
 
 import farspan
 from engine_server import MODEL, EngineServer, error, fails_after, slow
+from farspan.attention.patch import Patch, fingerprint
+from farspan.attention.scales import Scales
+from farspan.begin_of_text import load_with_begin_of_text
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cli import main
 from farspan.data.passkey import FILLER, TASK
@@ -33,7 +36,10 @@ from farspan.evals.engine import (
 )
 from farspan.evals.engine_llama import has_llama
 from farspan.evals.passkey import Passkey
+from farspan.evals.suites import EvalConfig
+from farspan.train.metadata import begin_of_text
 from farspan.workflows import evaluate as evaluate_workflow
+from farspan.workflows.evaluate_engine import connect_eval_model
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -543,6 +549,22 @@ def test_ruler_in_a_chat_leaves_the_template_to_the_server(server, twin, tmp_pat
         assert "<|" not in user["content"]
         assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert "tokens of difference to the exact lengths" in result.notes[-1]
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_prompts_for_a_served_patch_begin_as_it_remembers(remembered, server, twin, tmp_path):
+    model, tokenizer = twin
+    scales = Scales.uniform(1.2, [0], model.config.num_attention_heads)
+    patch = Patch("test", fingerprint(model), 1024, 256, scales, name=TWIN)
+    folder = replace(patch, begin_of_text=remembered).save(tmp_path / "patch")
+    config = EvalConfig(engine=EngineOptions(MODEL, str(folder)))
+    served = connect_eval_model(server.url, config, "auto", {})
+    local = load_with_begin_of_text(folder).begin
+    assert served.begin == local
+    assert served.begin.ids == (tokenizer.bos_token_id,) * remembered
+    assert begin_of_text(served.tokenizer) == list(served.begin.ids)
+    overridden = connect_eval_model(server.url, config, "no" if remembered else "yes", {})
+    assert bool(overridden.begin.ids) != remembered
 
 
 @pytest.mark.parametrize(("adds_begin", "begins"), [(True, False), (False, True)])

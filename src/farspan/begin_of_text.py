@@ -82,10 +82,11 @@ def check_choice(bos: str) -> None:
 
 
 def decide_begin_of_text(
-    model: PreTrainedModel, tokenizer: Any, bos: str = "auto", patch: Patch | None = None
+    model: PreTrainedModel | None, tokenizer: Any, bos: str = "auto", patch: Patch | None = None
 ) -> BeginOfText:
-    """Decide how the texts of a loaded model begin; `begin_of_text(tokenizer)` then says the same.
+    """Decide how the texts of a model begin; `begin_of_text(tokenizer)` then says the same.
 
+    model: None for a served one, of which no loss is measured.
     bos: yes or no, or auto: by the patch, by metadata, and where they are silent by the loss.
     """
     decision = _decide(model, tokenizer, bos, patch)
@@ -93,7 +94,9 @@ def decide_begin_of_text(
     return decision
 
 
-def _decide(model: PreTrainedModel, tokenizer: Any, bos: str, patch: Patch | None) -> BeginOfText:
+def _decide(
+    model: PreTrainedModel | None, tokenizer: Any, bos: str, patch: Patch | None
+) -> BeginOfText:
     token = tokenizer.bos_token_id
     if bos != "auto":
         if bos == "yes" and token is None:
@@ -105,9 +108,10 @@ def _decide(model: PreTrainedModel, tokenizer: Any, bos: str, patch: Patch | Non
         chosen = patch.begin_of_text
         return BeginOfText((token,) * chosen, "its patch was made so", remembered=chosen)
     stated, why = stated_begin_of_text(tokenizer)
-    if stated is None and isinstance(model.config, FarspanConfig):
+    own = model is not None and isinstance(model.config, FarspanConfig)
+    if stated is None and own:
         stated, why = False, "farspan trains on rows without one"
-    if token is None or isinstance(model.config, FarspanConfig):
+    if token is None or model is None or own:
         return BeginOfText((token,) * bool(stated), why, remembered=stated or None)
     losses = _measure(model, tokenizer)
     gain = losses["without"] - losses["with"] if losses else 0.0

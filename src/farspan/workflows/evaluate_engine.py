@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from farspan.begin_of_text import BeginOfText
-from farspan.data.tokens import DECISION
+from farspan.begin_of_text import decide_begin_of_text
 from farspan.errors import FarspanError
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.engine import Engine, EngineOptions
@@ -17,7 +16,6 @@ from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Eval, Sample
 from farspan.evals.suites import EvalConfig, EvalModel
 from farspan.loading import LoadOptions, find_patch, find_train_length, load_tokenizer
-from farspan.train.metadata import stated_begin_of_text
 from farspan.workflows.eval_models import passkeys_in_training
 
 EXACT = ("needle", "nonliteral", "ruler")  # evaluations of exact lengths
@@ -50,11 +48,11 @@ def connect_eval_model(url: str, config: EvalConfig, bos: str, options: LoadOpti
         )
     trust = options.get("trust_remote_code", False)
     tokenizer: Any = load_tokenizer(source, trust)
-    begin = _begin_of_text(tokenizer, bos)
-    setattr(tokenizer, DECISION, bool(begin.ids))
+    patch = find_patch(source)
+    begin = decide_begin_of_text(None, tokenizer, bos, patch)
     engine = Engine.connect(url, tokenizer, config.engine)
     engine.system = config.system_instruction
-    patch, length = find_patch(source), None
+    length = None
     with suppress(FarspanError):  # a folder with nothing but a tokenizer
         length = find_train_length(source, trust)
     reach = patch.target if patch else length
@@ -69,19 +67,6 @@ def connect_eval_model(url: str, config: EvalConfig, bos: str, options: LoadOpti
         engine.identity,
         begin,
     )
-
-
-def _begin_of_text(tokenizer: Any, bos: str) -> BeginOfText:
-    """As farspan's rule decides, without losses."""
-    token = tokenizer.bos_token_id
-    if bos == "yes" and token is None:
-        raise FarspanError(
-            "--bos yes needs a begin-of-text token, and this tokenizer has none; remove it"
-        )
-    if bos != "auto":
-        return BeginOfText((token,) * (bos == "yes"), f"--bos {bos}")
-    stated, why = stated_begin_of_text(tokenizer)
-    return BeginOfText((token,) * bool(stated), why)
 
 
 def served_evaluations(
