@@ -35,7 +35,7 @@ from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.results import EvalResult
 from farspan.evals.scores import Score, ScoreKey, matching_score
-from farspan.evals.suites import SUITES, EvalConfig, make_plan
+from farspan.evals.suites import SUITES, EvalConfig, EvalPlan, make_plan
 from farspan.loading import UPCAST_BELOW, upcast_small_model
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import evaluation_figures, passkey_heatmap
@@ -986,6 +986,32 @@ def test_a_record_has_the_lengths_of_both_models(tiny, tmp_path):
     settings = json.loads((tmp_path / "results" / "record.json").read_text())["settings"]
     assert (settings["train_length"], settings["context"]) == (LENGTH, LENGTH)
     assert settings["baseline"] == {"train_length": LENGTH, "context": 512}, "as the patch says"
+
+
+def test_the_settings_of_a_record_keep_their_names():
+    config = EvalConfig((512,), data="here.txt", limit=3, tasks="vt,cwe")
+    plan = EvalPlan(config, (256, 512), (128,), (64,), 1024, True, {"here": Path("here.txt")})
+    assert plan.to_json() == {
+        "lengths": (256, 512),
+        "grid": (128,),
+        "contexts": (64,),
+        "context": 1024,
+        "data": {"here": "here.txt"},
+        "preset": "full",
+        "mode": None,
+        "metric": "ppl",
+        "stride": None,
+        "budget": None,
+        "windows": None,
+        "beams": None,
+        "items": 3,
+        "tasks": ("vt", "cwe"),
+        "apply_chat_template": False,
+        "system_instruction": None,
+        "threshold": None,
+        "batch_size": None,
+        "seed": 0,
+    }
 
 
 def test_a_family_with_other_logits_is_refused(tiny, monkeypatch):

@@ -56,6 +56,15 @@ class UnavailableError(FarspanError):
     exit_code = 75
 
 
+def option_name(setting: str) -> str:
+    """The CLI option of a setting.
+
+    >>> option_name("batch_size")
+    '--batch-size'
+    """
+    return "--" + setting.replace("_", "-")
+
+
 def install_hint(extra: str) -> str:
     """The command that installs an extra; farspan itself is installed from a clone."""
     return f"run pip install '.[{extra}]' in the clone of farspan"

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from farspan.errors import CorruptError, FarspanError, UnavailableError, suggest
+from farspan.errors import CorruptError, FarspanError, UnavailableError, option_name, suggest
 
 KEY = "OPENAI_API_KEY"
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -86,8 +86,8 @@ class EngineClient:
             )
         for name, least in (("num_concurrent", 1), ("timeout", 0.001), ("max_retries", 0)):
             if getattr(self, name) < least:
-                option = f"--{name.replace('_', '-')}"
-                raise FarspanError(f"{option} is {getattr(self, name)}; use {least} or more")
+                value = getattr(self, name)
+                raise FarspanError(f"{option_name(name)} is {value}; use {least} or more")
         object.__setattr__(self, "url", self.url.rstrip("/"))
         if self.url.endswith("/completions"):
             whole = self.url.removesuffix("/completions").removesuffix("/chat")

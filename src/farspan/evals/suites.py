@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.probe import Layer
 from farspan.begin_of_text import UNDECIDED, BeginOfText
 from farspan.data.passkey import SCORED
-from farspan.errors import FarspanError, suggest
+from farspan.errors import FarspanError, option_name, suggest
 from farspan.evals.chat import chat_frame
 from farspan.evals.commonsense import TASKS as COMMONSENSE_TASKS
 from farspan.evals.commonsense import Commonsense
@@ -83,7 +83,7 @@ class EvalConfig:
             )
         for name in ("stride", "budget", "windows", "beams", "limit", "batch_size"):
             if (count := getattr(self, name)) is not None and count < 1:
-                raise FarspanError(f"{SUITE_SETTINGS[name]} is {count}; use 1 or more")
+                raise FarspanError(f"{option_name(name)} is {count}; use 1 or more")
         if self.seed < 0:
             raise FarspanError(f"--seed is {self.seed}; use 0 or more")
         if self.system_instruction is not None and not self.apply_chat_template:
@@ -118,28 +118,16 @@ class EvalPlan:
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL, if that is measured
 
     def to_json(self) -> dict[str, Any]:
-        """The settings of record.json."""
-        config = self.config
-        return {
-            "lengths": list(self.lengths),
-            "grid": list(self.grid),
-            "contexts": list(self.contexts),
+        """The settings of record.json; `items` is the limit."""
+        settings = asdict(self.config)
+        del settings["engine"]
+        settings["items"] = settings.pop("limit")
+        return settings | {
+            "lengths": self.lengths,
+            "grid": self.grid,
+            "contexts": self.contexts,
             "context": self.context,
             "data": {name: str(path) for name, path in self.texts.items()},
-            "preset": config.preset,
-            "mode": config.mode,
-            "metric": config.metric,
-            "stride": config.stride,
-            "budget": config.budget,
-            "windows": config.windows,
-            "beams": config.beams,
-            "items": config.limit,
-            "tasks": list(config.tasks),
-            "apply_chat_template": config.apply_chat_template,
-            "system_instruction": config.system_instruction,
-            "threshold": config.threshold,
-            "batch_size": config.batch_size,
-            "seed": config.seed,
         }
 
 
@@ -319,23 +307,10 @@ def _chosen_tasks(config: EvalConfig, default: Iterable[str]) -> tuple[str, ...]
     return tuple(dict.fromkeys(config.tasks or default))
 
 
-# The settings that only some suites use, by CLI option.
-SUITE_SETTINGS = {
-    "mode": "--mode",
-    "metric": "--metric",
-    "stride": "--stride",
-    "budget": "--budget",
-    "windows": "--windows",
-    "beams": "--beams",
-    "limit": "--limit",
-    "tasks": "--tasks",
-    "apply_chat_template": "--apply-chat-template",
-    "system_instruction": "--system-instruction",
-    "threshold": "--threshold",
-    "batch_size": "--batch-size",
-}
-RULER_SETTINGS = ("apply_chat_template", "system_instruction", "threshold")
 PERPLEXITY_SETTINGS = ("mode", "metric", "stride", "budget", "windows")
+RULER_SETTINGS = ("apply_chat_template", "system_instruction", "threshold")
+# The settings that only some suites use.
+SUITE_SETTINGS = (*PERPLEXITY_SETTINGS, "beams", "limit", "tasks", *RULER_SETTINGS, "batch_size")
 
 SUITES = {
     "quick": Suite(
@@ -388,14 +363,14 @@ def find_suite(name: str) -> Suite:
 
 def check_unused_settings(name: str, config: EvalConfig) -> None:
     """Refuse a setting that the suite does not use, and a task that it does not have."""
-    for setting, option in SUITE_SETTINGS.items():
+    for setting in SUITE_SETTINGS:
         value = getattr(config, setting)
         if value != getattr(EvalConfig, setting) and setting not in SUITES[name].settings:
             users = ", ".join(other for other, suite in SUITES.items() if setting in suite.settings)
             shown = "" if value is True else f" {','.join(value) if setting == 'tasks' else value}"
             raise FarspanError(
-                f"suite {name} does not use {option}{shown}; remove it, or choose a suite that "
-                f"does: {users}"
+                f"suite {name} does not use {option_name(setting)}{shown}; remove it, or choose "
+                f"a suite that does: {users}"
             )
     for task in config.tasks:
         if task not in (tasks := SUITES[name].tasks):

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from farspan.begin_of_text import decide_begin_of_text
-from farspan.errors import FarspanError
+from farspan.errors import FarspanError, option_name
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.engine_http import is_url
@@ -27,7 +27,7 @@ def check_engine_options(sources: Sequence[object], options: EngineOptions) -> N
     if not any(map(is_url, sources)):
         for name in (each.name for each in fields(options)):
             if getattr(options, name) != getattr(EngineOptions, name):
-                option = "--model" if name == "served_model" else f"--{name.replace('_', '-')}"
+                option = "--model" if name == "served_model" else option_name(name)
                 raise FarspanError(
                     f"{option} {getattr(options, name)} is a setting of a server, and {sources[0]} "
                     "is not a URL; remove it, or give a MODEL as http://localhost:8000/v1"
