@@ -151,8 +151,8 @@ def test_claim_is_exclusive_and_ends_with_its_block(tmp_path):
 def test_waits_only_after_a_pass_that_finished_nothing(monkeypatch, missing, sleeps):
     calls, waits = iter(missing), []
     monkeypatch.setattr(cells_module.time, "sleep", waits.append)
-    repeat_until_done(lambda: next(calls), wait=0.5)
-    assert waits == [0.5] * sleeps
+    repeat_until_done(lambda: next(calls))
+    assert waits == [cells_module.WAIT] * sleeps
     assert not list(calls), "it stops at 0"
 
 
@@ -175,16 +175,16 @@ with Cells(Path({str(tmp_path)!r})).claimed(["a"]) as keys:
 
 
 def test_claim_of_another_machine_holds_while_its_heartbeat_is_fresh(tmp_path):
-    cells = Cells(tmp_path, stale=60)
+    cells = Cells(tmp_path)
     claim = tmp_path / "claims" / "a.0"
     claim.write_text(json.dumps({"host": "another machine", "pid": 1}))
     with cells.claimed(["a"]) as keys:
         assert keys == []
-    old = time.time() - 61
+    old = time.time() - cells_module.STALE - 1
     os.utime(claim, (old, old))
     with cells.claimed(["a"]) as keys:
         assert keys == ["a"]
-        with Cells(tmp_path, stale=60).claimed(["a"]) as late:
+        with Cells(tmp_path).claimed(["a"]) as late:
             assert late == []
 
 
@@ -200,23 +200,24 @@ def test_process_ids_of_other_containers_on_a_host_are_not_checked(tmp_path, mon
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_unreadable_claim_holds_while_its_heartbeat_is_fresh(tmp_path, content):
-    cells = Cells(tmp_path, stale=60)
+    cells = Cells(tmp_path)
     claim = tmp_path / "claims" / "a.0"
     claim.write_text(content)
     with cells.claimed(["a"]) as keys:
         assert keys == []
-    old = time.time() - 61
+    old = time.time() - cells_module.STALE - 1
     os.utime(claim, (old, old))
     with cells.claimed(["a"]) as keys:
         assert keys == ["a"]
 
 
 @pytest.mark.long
-def test_long_computation_keeps_its_claim_fresh(tmp_path):
-    cells = Cells(tmp_path, stale=0.4)
+def test_long_computation_keeps_its_claim_fresh(tmp_path, monkeypatch):
+    monkeypatch.setattr(cells_module, "STALE", 0.4)
+    cells = Cells(tmp_path)
     with cells.claimed(["a"]):
         time.sleep(1.0)
-        with Cells(tmp_path, stale=0.4).claimed(["a"]) as late:
+        with Cells(tmp_path).claimed(["a"]) as late:
             assert late == []
 
 

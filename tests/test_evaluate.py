@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from farspan import cli
 from farspan.attention import seam
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
+from farspan.cells import cell_key
 from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
@@ -31,9 +32,12 @@ from farspan.evals import perplexity
 from farspan.evals.commonsense import TASKS, Commonsense
 from farspan.evals.gates import METRICS, GateResult, check_gate, parse_gate
 from farspan.evals.longbench import load_tasks
+from farspan.evals.needle import Needle
+from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.passkey import Passkey, PrefixCache
-from farspan.evals.perplexity import Perplexity
+from farspan.evals.perplexity import Perplexity, Text
 from farspan.evals.results import EvalResult
+from farspan.evals.ruler import Ruler
 from farspan.evals.scores import Score, ScoreKey, matching_score
 from farspan.evals.suites import SUITES, EvalConfig, EvalPlan, make_plan
 from farspan.loading import UPCAST_BELOW, upcast_small_model
@@ -1012,6 +1016,24 @@ def test_the_settings_of_a_record_keep_their_names():
         "batch_size": None,
         "seed": 0,
     }
+
+
+TINY_TEXT = Text("text", ("document",), (torch.arange(64, dtype=torch.int32),), "hash")
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "key"),
+    [
+        (Needle((256,)), "bb892bd8d673e15d629cfd67efef981a"),
+        (NonLiteral((256,)), "83f8196447cb8ce2c8b3d93be826a976"),
+        (Passkey((256,)), "a389ace5bfa204f2502334cff30c0b95"),
+        (Perplexity((TINY_TEXT,), (16, 32), stride=8), "b53b2453dd5aa62a431417ed424610be"),
+        (Ruler((512,), ("vt",)), "261f7de550a6eca5fd8b32a7489b8587"),
+    ],
+)
+def test_cells_keep_their_keys(evaluation, key):
+    """Else finished results would be measured again."""
+    assert cell_key(asdict(evaluation.cells()[0])) == key
 
 
 def test_a_family_with_other_logits_is_refused(tiny, monkeypatch):

@@ -284,7 +284,7 @@ def test_results_do_not_depend_on_batches_or_out_of_memory(monkeypatch):
         return last_losses(model, rows, count)
 
     monkeypatch.setattr(perplexity, "last_losses", run_out_of_memory)
-    assert samples(replace(evaluation, batch=7), model) == single
+    assert samples(evaluation, model) == single
     assert set(sizes) == {1}, "on the CPU every batch has one row"
     monkeypatch.setattr(perplexity, "rows_per_batch", lambda model, length, requested: 10)
     halved = samples(evaluation, model)

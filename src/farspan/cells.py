@@ -86,9 +86,9 @@ def _command_of(folder: Path) -> str | None:
 class Cells:
     """A results folder: cells/KEY.json for a finished cell, claims/KEY.N for a claimed one."""
 
-    def __init__(self, folder: Path, *, say: Say = ignore, stale: float = STALE):
+    def __init__(self, folder: Path, *, say: Say = ignore):
         self._results, self._claims = folder / "cells", folder / "claims"
-        self._say, self._stale = say, stale
+        self._say = say
         for path in (self._results, self._claims):
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class Cells:
         """
         free = [key for key in keys if self._next_claim(key) is not None]
         claims = self._claim_all(free) if free else {}
-        with _heartbeat(list(claims.values()), min(HEARTBEAT, self._stale / 4)):
+        with _heartbeat(list(claims.values()), min(HEARTBEAT, STALE / 4)):
             try:
                 yield list(claims)
             finally:
@@ -241,7 +241,7 @@ class Cells:
         pid = owner.get("pid")
         if owner.get("host") == _host() and type(pid) is int and not _process_exists(pid):
             return False
-        return self._now() - heartbeat < self._stale
+        return self._now() - heartbeat < STALE
 
     def _now(self) -> float:
         """The time by the clock of the file system, which may be another machine's."""
@@ -286,7 +286,7 @@ def _process_exists(pid: int) -> bool:
     return True
 
 
-def repeat_until_done(run_pass: Callable[[], int], wait: float = WAIT) -> None:
+def repeat_until_done(run_pass: Callable[[], int]) -> None:
     """Call `run_pass` until it returns 0, the number of cells that are still missing.
 
     It sleeps only after a pass that finished nothing: then other processes have claimed every
@@ -295,7 +295,7 @@ def repeat_until_done(run_pass: Callable[[], int], wait: float = WAIT) -> None:
     before = None
     while missing := run_pass():
         if missing == before:
-            time.sleep(wait)
+            time.sleep(WAIT)
         before = missing
 
 
@@ -329,7 +329,6 @@ def finish(
     *,
     describe: Callable[[T], Mapping[str, Any]] = lambda item: {},
     on_done: Callable[[str], None] = ignore,
-    wait: float = WAIT,
 ) -> dict[str, dict[str, Any]]:
     """The results of all cells, in the order of `todo`.
 
@@ -347,5 +346,5 @@ def finish(
         results.update(compute_unclaimed(cells, missing, work, describe=describe, on_done=on_done))
         return len(todo) - len(results)
 
-    repeat_until_done(run_pass, wait)
+    repeat_until_done(run_pass)
     return {key: results[key] for key in todo}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 from farspan import cells as cells_module
 from farspan.cells import Cells, cell_key, finish
@@ -42,6 +43,7 @@ def work_on_cells(seed: float, log: Path, host: str, skew: float) -> Callable[[]
     def main() -> None:
         rng, clock = random.Random(seed), time.time
         cells_module._host = lambda: host
+        cells_module.STALE, cells_module.WAIT = STALE, 0.01
         time.time = lambda: clock() + skew
 
         def work(number: int) -> dict:
@@ -49,8 +51,7 @@ def work_on_cells(seed: float, log: Path, host: str, skew: float) -> Callable[[]
                 file.write(f"{number}\n")
             return square(number)
 
-        cells = Cells(Path("results"), stale=STALE)
-        finish(cells, todo(rng), work, wait=0.01)
+        finish(Cells(Path("results")), todo(rng), work)
 
     return main
 
@@ -94,7 +95,8 @@ def run_cells(hosts: int, rng: random.Random, folder: Path, log: Path) -> str:
 
 def _cells_problem(folder: Path, kills: int) -> str:
     expected = {key: {"square": number * number} for key, number in todo(random.Random(0)).items()}
-    cells = Cells(folder / "results", stale=0)  # claims of killed processes of other hosts go
+    with patch.object(cells_module, "STALE", 0):  # claims of killed processes of other hosts go
+        cells = Cells(folder / "results")
     if {key: cells.get(key) for key in expected} != expected:
         return "a result is wrong or missing"
     lines = [line for file in (folder / "logs").iterdir() for line in file.read_text().split()]

@@ -33,6 +33,7 @@ from farspan.train.metadata import begin_of_text
 
 NAME = "commonsense"
 LETTERS = "ABCDEFGH"
+BATCH = 16  # requests per batch on a GPU
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,6 @@ class Commonsense:
     length: int
     tasks: tuple[str, ...] = tuple(TASKS)
     limit: int | None = None
-    batch: int = 16
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task."""
@@ -117,7 +117,7 @@ class Commonsense:
         return keys + [ScoreKey(NAME, "average", "average", self.length)] * (len(cells) > 1)
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
-        batch = rows_per_batch(model, cell.length, self.batch)
+        batch = rows_per_batch(model, cell.length, BATCH)
         while True:
             try:
                 return self._run(cell, model, tokenizer, batch)

@@ -11,7 +11,7 @@ import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ MIN_LENGTH = 256  # tokens
 CHARACTERS_PER_TOKEN = 32  # read from a haystack, far more than needed so that samples differ
 NUMBERS = range(1_000_000, 10_000_000)
 VALUES = range(10_000, 100_000)
+KEYS = 4  # hidden by multi-key, which asks for one of them
+KEY_VALUES = 4  # of the single key of multi-value
+QUERIES = 4  # keys of multi-query, which asks for all of them
+HOPS = 4  # from the first variable to the last
+THRESHOLD = 0.85  # recall from which a length counts as effective
 INTROS = {"variables": "Keep track of the variables in this text.\n"}
 INTRO = "Remember the magic numbers in this text.\n"
 ADJECTIVES = (
@@ -65,27 +70,26 @@ class Needle:
     tasks: tuple[str, ...] = TASKS
     samples: int = 20
     haystack: str | Path = ""  # text as for --data; empty: the filler of passkey documents
-    keys: int = 4  # hidden by multi-key, which asks for one of them
-    values: int = 4  # of the single key of multi-value
-    queries: int = 4  # keys of multi-query, which asks for all of them
-    hops: int = 4  # from the first variable to the last
-    chains: int = 1  # of variables, one of which is asked for
-    threshold: float = 0.85  # recall from which a length counts as effective
     seed: int = 0
     batch: int | None = None  # prompts decoded together; default: one on a CPU, else what fits
 
     def cells(self) -> list[EvalCell]:
         """One cell for each task and length."""
         self._check()
-        settings = asdict(self)
-        for name in ("lengths", "tasks", "threshold", "batch"):
-            del settings[name]
-        settings |= batch_setting(self.batch)
+        settings = {
+            "samples": self.samples,
+            "keys": KEYS,
+            "values": KEY_VALUES,
+            "queries": QUERIES,
+            "hops": HOPS,
+            "chains": 1,  # of variables
+            "seed": self.seed,
+            **batch_setting(self.batch),
+        }
+        haystacks = {length: self.haystack_name(length) for length in self.lengths}
         return [
             EvalCell(NAME, task, length, settings | {"haystack": haystack})
-            for length, haystack in (
-                (length, self.haystack_name(length)) for length in self.lengths
-            )
+            for length, haystack in haystacks.items()
             for task in self.tasks
         ]
 
@@ -129,7 +133,7 @@ class Needle:
             if fixed > cell.length:
                 raise FarspanError(
                     f"a length of {cell.length} is too short for {cell.task}, which needs {fixed} "
-                    "tokens without any haystack; use longer lengths or fewer needles"
+                    "tokens without any haystack; use longer lengths"
                 )
             hay, ends = self._hay(sentences, cell.length - fixed, number)
             rows.append([*first, *insert_needles(hay, ends, needles, sample.depths), *question])
@@ -138,7 +142,7 @@ class Needle:
     def score(self, samples: list[Sample]) -> list[Score]:
         """Recall for each task and length, its average over tasks, and effective lengths."""
         scores = task_scores(NAME, "recall", samples)
-        return [*scores, *effective_lengths(scores, self.threshold)]
+        return [*scores, *effective_lengths(scores, THRESHOLD)]
 
     def _check(self) -> None:
         if not self.lengths:
@@ -151,7 +155,7 @@ class Needle:
         for task in self.tasks:
             if task not in TASKS:
                 raise FarspanError(f"needle has no task {task!r}; {suggest(task, TASKS)}")
-        for name in ("samples", "keys", "values", "queries", "hops", "chains", "batch"):
+        for name in ("samples", "batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise FarspanError(f"the needle setting {name} is {value}; use 1 or more")
 
@@ -196,9 +200,9 @@ class Needle:
     def _make_sample(self, task: str, number: int) -> NeedleSample:
         rng = np.random.default_rng((self.seed, TASKS.index(task), number))
         if task == "variables":
-            return self._variables(rng)
-        keys = {"multi-key": self.keys, "multi-query": self.queries}.get(task, 1)
-        values = self.values if task == "multi-value" else 1
+            return _variables(rng)
+        keys = {"multi-key": KEYS, "multi-query": QUERIES}.get(task, 1)
+        values = KEY_VALUES if task == "multi-value" else 1
         numbers = iter(draw_distinct(rng, NUMBERS, keys * values))
         facts = {key: [next(numbers) for _ in range(values)] for key in _draw_keys(rng, keys)}
         queried = list(facts) if task == "multi-query" else list(facts)[:1]
@@ -217,23 +221,16 @@ class Needle:
             tuple(value for key in queried for value in facts[key]),
         )
 
-    def _variables(self, rng: np.random.Generator) -> NeedleSample:
-        """Chains of assignments in order. The question asks for the variables of the first one."""
-        size = self.hops + 1
-        names = draw_names(rng, self.chains * size)
-        values = draw_distinct(rng, VALUES, self.chains)
-        needles: list[str] = []
-        depths: list[float] = []
-        for chain, value in enumerate(values):
-            chain_names = names[chain * size : (chain + 1) * size]
-            sources = [value, *(f"VAR {name}" for name in chain_names)]
-            needles += [
-                f" VAR {name} = {source}."
-                for name, source in zip(chain_names, sources, strict=False)
-            ]
-            depths += sorted(rng.random(size).tolist())
-        question = f"\nThe {size} variables that hold {values[0]} are: VAR"
-        return NeedleSample(tuple(needles), tuple(depths), question, tuple(names[:size]))
+
+def _variables(rng: np.random.Generator) -> NeedleSample:
+    """A chain of assignments in order. The question asks for all of its variables."""
+    names = draw_names(rng, HOPS + 1)
+    (value,) = draw_distinct(rng, VALUES, 1)
+    sources = [value, *(f"VAR {name}" for name in names)]
+    needles = [f" VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
+    depths = sorted(rng.random(len(names)).tolist())
+    question = f"\nThe {len(names)} variables that hold {value} are: VAR"
+    return NeedleSample(tuple(needles), tuple(depths), question, tuple(names))
 
 
 def haystack_text(haystack: str | Path, length: int) -> str:
@@ -352,10 +349,6 @@ def draw_distinct(rng: np.random.Generator, numbers: range, count: int) -> list[
 
 def _draw_keys(rng: np.random.Generator, count: int) -> list[str]:
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
-    if count > len(pairs):
-        raise FarspanError(
-            f"needle has {len(pairs)} different keys, but {count} are needed; use fewer"
-        )
     return [pairs[index] for index in rng.choice(len(pairs), count, replace=False)]
 
 

@@ -20,7 +20,14 @@ import numpy as np
 
 from farspan.errors import FarspanError
 from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
-from farspan.evals.needle import Needle, NeedleSample, effective_lengths, recall_keys, task_scores
+from farspan.evals.needle import (
+    THRESHOLD,
+    Needle,
+    NeedleSample,
+    effective_lengths,
+    recall_keys,
+    task_scores,
+)
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey
 
 NAME = "nonliteral"
@@ -104,15 +111,13 @@ TASKS = tuple(FACTS)
 class NonLiteral:
     """Samples of each task at each length, and at a short one that decides what is reported.
 
-    >>> [cell.length for cell in NonLiteral((1024,), tasks=("place",)).cells()]
-    [256, 1024]
+    >>> [cell.length for cell in NonLiteral((1024,)).cells()]
+    [256, 256, 256, 1024, 1024, 1024]
     """
 
     lengths: tuple[int, ...]
-    tasks: tuple[str, ...] = TASKS
     samples: int = 20
     haystack: str | Path = ""  # text as for --data; empty: the filler of passkey documents
-    threshold: float = 0.85
     seed: int = 0
     batch: int | None = None  # prompts decoded together; default: one on a CPU, else what fits
 
@@ -137,12 +142,12 @@ class NonLiteral:
                 },
             )
             for length in lengths
-            for task in self.tasks
+            for task in TASKS
         ]
 
     def score_keys(self) -> list[ScoreKey]:
         """Of all tasks, as if they were solved at the short length."""
-        return recall_keys(NAME, self.tasks, sorted({SHORT, *self.lengths}))
+        return recall_keys(NAME, TASKS, sorted({SHORT, *self.lengths}))
 
     def run(self, cell: EvalCell, model: Any, tokenizer: Any) -> list[Sample]:
         samples, rows, answer_tokens = self.prompts(cell, tokenizer)
@@ -160,7 +165,7 @@ class NonLiteral:
         )
         unsolved = [score for score in unsolved if score.tags["task"] != "average"]
         marked = [replace(each, tags={**each.tags, "unsolved": True}) for each in unsolved]
-        return [*marked, *scores, *effective_lengths(scores, self.threshold)]
+        return [*marked, *scores, *effective_lengths(scores, THRESHOLD)]
 
     def solved(self, samples: Sequence[Sample]) -> set[str]:
         """The tasks with enough right answers at the short length."""

@@ -65,7 +65,6 @@ class Passkey:
     seed: int = 0
     trained: str = UNKNOWN
     context: int | None = None
-    reuse: bool = True  # compute a shared prefix once
     batch: int = BATCH
 
     def __post_init__(self):
@@ -202,7 +201,7 @@ class Passkey:
             probe = scored_documents(tokenizer).document(cell.length, cell.settings["depth"], other)
         except FarspanError:  # the other key may have more tokens than the scored ones
             return None
-        return torch.tensor([*rows, probe]) if self.reuse else None
+        return torch.tensor([*rows, probe])
 
     @torch.no_grad()
     def _predict(

@@ -120,9 +120,9 @@ class Perplexity:
     """Perplexity of texts at several lengths. A stored sample is a window with its summed loss.
 
     Without a `budget` of scored tokens the modes same and paper-a use that of Wang 2024, and yarn
-    scores everything. `windows` limits their number, drawn by the seed. `batch` is the number of
-    windows per batch on a GPU. With a `contrast`, samples also hold the loss of every scored token,
-    and LongPPL is scored. `begin` is the begin-of-text token of the model, if it expects one.
+    scores everything. `windows` limits their number, drawn by the seed. With a `contrast`, samples
+    also hold the loss of every scored token, and LongPPL is scored. `begin` is the begin-of-text
+    token of the model, if it expects one.
     """
 
     texts: tuple[Text, ...]
@@ -132,7 +132,6 @@ class Perplexity:
     budget: int | None = None
     windows: int | None = None
     seed: int = 0
-    batch: int | None = None
     contrast: Contrast | None = None
     begin: tuple[int, ...] = ()
 
@@ -333,7 +332,7 @@ class Perplexity:
             return _all_losses(model, rows)[:, -count:]
         reset_dynamic_rope(model)
         rows = rows.to(model.device)
-        batch = rows_per_batch(model, rows.shape[1], self.batch)
+        batch = rows_per_batch(model, rows.shape[1], None)
         losses: list[Tensor] = []
 
         def run_batch(first: int, last: int) -> None:
