@@ -44,7 +44,7 @@ from farspan.loading import UPCAST_BELOW, upcast_small_model
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import evaluation_figures, passkey_heatmap
 from farspan.train.metadata import write_training_metadata
-from farspan.workflows import eval_models
+from farspan.workflows import eval_cells, eval_models
 from farspan.workflows import evaluate as evaluate_workflow
 from farspan.workflows.eval_models import (
     load_eval_model,
@@ -566,7 +566,7 @@ def test_model_identity_includes_begin_and_end_tokens(tiny):
 def test_a_new_cell_format_is_measured_again(tiny, whole, tmp_path, counted, monkeypatch):
     measure(tiny, tmp_path / "results", lengths=(256,))
     before = counted.total()
-    monkeypatch.setattr(evaluate_workflow, "FORMAT", 99)
+    monkeypatch.setattr(eval_cells, "FORMAT", 99)
     measure(tiny, tmp_path / "results", lengths=(256,))
     assert counted.total() == 2 * before > 0
 
@@ -797,7 +797,7 @@ def test_a_gate_without_a_score_is_refused_before_measuring(
 ):
     if name == "commonsense":
         pytest.importorskip("lm_eval")
-    monkeypatch.setattr(evaluate_workflow, "_run_cell", None)
+    monkeypatch.setattr(eval_cells, "_run_cell", None)
     data = bench / "longbench.jsonl" if name == "longbench" else None
     with pytest.raises(FarspanError, match=f"the gate '{gate}' uses {sentence}"):
         evaluate(tiny / "none", name, tmp_path / "results", lengths=lengths, data=data, gate=[gate])

@@ -268,7 +268,7 @@ def test_the_clock_of_eval_counts_texts_and_adapts(monkeypatch):
     }
     monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
     tiny_model = BY_NAME["farspan-none"].build()
-    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
+    model = SimpleNamespace(local=tiny_model, layers=probe(tiny_model), max_positions=None)
     now = [0.0]
     monkeypatch.setattr(eval_estimate.time, "monotonic", lambda: now[0])
     clock = EvalClock(model, cells)
@@ -284,7 +284,7 @@ def test_the_clock_of_eval_counts_the_baseline_too(monkeypatch):
     cells = {name: EvalCell("perplexity", "text", 512, {"count": 4}) for name in "ab"}
     monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
     tiny_model = BY_NAME["farspan-none"].build()
-    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
+    model = SimpleNamespace(local=tiny_model, layers=probe(tiny_model), max_positions=None)
     now = [0.0]
     monkeypatch.setattr(eval_estimate.time, "monotonic", lambda: now[0])
     clock = EvalClock(model, {"a": cells["a"]}, every_cell=cells)
@@ -309,7 +309,7 @@ def test_the_clock_of_eval_counts_the_tokens_of_answers(monkeypatch):
     monkeypatch.setattr(ForwardSpeed, "of", lambda self, length: 1.0)
     monkeypatch.setattr(eval_estimate, "_decoding_step", lambda model, ids: 0.5)
     tiny_model = BY_NAME["farspan-none"].build()
-    model = SimpleNamespace(model=tiny_model, layers=probe(tiny_model), max_positions=None)
+    model = SimpleNamespace(local=tiny_model, layers=probe(tiny_model), max_positions=None)
     cells = {"a": EvalCell("ruler", "vt", 512, {"samples": 3})}
     assert EvalClock(model, cells).left == 3 * (1.0 + 0.5 * eval_estimate.ANSWERS["ruler"])
 

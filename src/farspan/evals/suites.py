@@ -146,6 +146,16 @@ class EvalModel:
     begin: BeginOfText = UNDECIDED  # of its texts
     layers: Sequence[Layer] | None = None  # None: off transformers' attention interface
 
+    @property
+    def engine(self) -> Engine | None:
+        """The model, if it is served."""
+        return self.model if isinstance(self.model, Engine) else None
+
+    @property
+    def local(self) -> PreTrainedModel | None:
+        """The model, if it is loaded."""
+        return None if isinstance(self.model, Engine) else self.model
+
     def check_lengths(self, lengths: Sequence[int]) -> None:
         if self.max_positions is not None and max(lengths) > self.max_positions:
             raise FarspanError(
@@ -186,9 +196,9 @@ class Suite:
 
 def _read_texts(model: EvalModel, plan: EvalPlan, names: Sequence[str]) -> tuple[Text, ...]:
     texts = tuple(read_text(name, plan.texts[name], model.tokenizer) for name in names)
-    if isinstance(model.model, Engine):  # it refuses what it does not know
+    if model.local is None:  # a server refuses what it does not know
         return texts
-    vocabulary = model.model.get_input_embeddings().num_embeddings
+    vocabulary = model.local.get_input_embeddings().num_embeddings
     if any(int(ids.max()) >= vocabulary for text in texts for ids in text.ids if len(ids)):
         raise FarspanError(
             f"the tokenizer of {model.name} has more tokens than the model; use the model's own"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.evals.engine import Engine
 from farspan.evals.scores import EvalCell
 from farspan.evals.suites import EvalModel
 from farspan.progress import LEFT, SAID_FROM, format_duration
@@ -42,8 +41,7 @@ class EvalClock:
         self.of_baseline = [seconds[key] for key in every_cell or () if key in seconds]
         self.unknown = len(missing) - len(self.seconds)
         self.measured: list[tuple[float, float]] = []  # of finished cells: expected and real
-        local = None if isinstance(model.model, Engine) else model.model
-        self.per_cell = local is not None and local.device.type == "cuda"
+        self.per_cell = model.local is not None and model.local.device.type == "cuda"
         self.last = time.monotonic()
 
     @property
@@ -95,15 +93,16 @@ def pace_and_overhead(
 
 
 def _cell_seconds(model: EvalModel, cells: Mapping[str, EvalCell]) -> dict[str, float]:
-    if not cells or isinstance(model.model, Engine):
+    local = model.local
+    if not cells or local is None:
         return {}
-    vocabulary = model.model.get_input_embeddings().num_embeddings
-    length = measured_length(model.model)
+    vocabulary = local.get_input_embeddings().num_embeddings
+    length = measured_length(local)
     ids = torch.arange(min(model.max_positions or length, length))[None] % vocabulary
-    speed = ForwardSpeed.measure(model.model, model.layers or (), ids)
+    speed = ForwardSpeed.measure(local, model.layers or (), ids)
     has_answers = any(cell.eval in ANSWERS for cell in cells.values())
-    step = _decoding_step(model.model, ids) if has_answers else 0.0
-    together = model.model.device.type == "cuda"  # the prompts of a cell are decoded
+    step = _decoding_step(local, ids) if has_answers else 0.0
+    together = local.device.type == "cuda"  # the prompts of a cell are decoded
     seconds = {}
     for key, cell in cells.items():
         count = next((cell.settings[name] for name in COUNTS if cell.settings.get(name)), None)

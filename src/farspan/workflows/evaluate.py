@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from farspan.batching import failure_reason
 from farspan.begin_of_text import BeginOfText, check_choice
 from farspan.bundled import resolve_bundled
-from farspan.cells import Cells, cell_key, check_results_folder, compute_unclaimed, finish
+from farspan.cells import Cells, check_results_folder
 from farspan.data.documents import check_text
 from farspan.data.tokens import fingerprint
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError
-from farspan.evals.engine import Engine
 from farspan.evals.engine_http import is_url
 from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
 from farspan.evals.longppl import Evaluator
-from farspan.evals.nonliteral import NonLiteral
-from farspan.evals.passkey import Passkey, PrefixCache
 from farspan.evals.perplexity import LONGPPL, Perplexity, read_text
 from farspan.evals.results import EvalResult
-from farspan.evals.scores import Eval, EvalCell, Sample, Score
+from farspan.evals.scores import Eval, Sample, Score
 from farspan.evals.suites import (
     EvalConfig,
     EvalModel,
@@ -56,24 +50,19 @@ from farspan.loading import (
     find_train_length,
     load_tokenizer,
 )
-from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers
 from farspan.model_objects import ModelLike, ModelObject, accepts_model_objects
 from farspan.progress import Progress, Say, automatic, ignore, shows_progress
 from farspan.record import write_record
 from farspan.report import figures, style
 from farspan.train.sharding import processes
-from farspan.workflows.eval_estimate import EvalClock
+from farspan.workflows.eval_cells import run_cells
 from farspan.workflows.eval_models import load_eval_model
+from farspan.workflows.eval_notes import begin_notes, measurement_notes, missing_longppl
 from farspan.workflows.evaluate_engine import (
     check_engine_options,
     connect_eval_model,
-    empty_notes,
     served_evaluations,
-    token_notes,
 )
-
-FORMAT = 1  # of cells; raised whenever what a cell of any evaluation computes changes
-COMPILE_FROM = 1e16  # tokens × parameters of work from which compiling pays on a GPU
 
 
 @renamed_arguments(source="model", vs="baseline", require="gate", items="limit")
@@ -167,8 +156,8 @@ class _Measurement:
     @property
     def texts(self) -> dict[str, str]:
         """The hash of the tokens of each text of perplexity."""
-        measured = [each for each in self.evaluations if isinstance(each, Perplexity)]
-        return {text.name: text.sha256 for each in measured for text in each.texts}
+        perplexity = _perplexity(self.evaluations)
+        return {text.name: text.sha256 for text in perplexity.texts} if perplexity else {}
 
     def scores(self, evaluator: _Measurement) -> tuple[Score, ...]:
         """The scores of every evaluation; LongPPL scores the key tokens of the evaluator."""
@@ -253,27 +242,26 @@ class _EvalRun:
             plan = replace(compared.plan, lengths_requested=True)
             model.check_lengths((*plan.lengths, *plan.grid))
         evaluations, left_out = _build(model, plan, self.suite, self.name)
-        # Perplexity leaves out lengths that its text does not reach, for the baseline too.
-        texts_reach = [e.lengths for e in evaluations if isinstance(e, Perplexity)]
-        plan = replace(plan, lengths=next(iter(texts_reach), plan.lengths))
+        if perplexity := _perplexity(evaluations):
+            # It leaves out lengths that its text does not reach, for the baseline too.
+            plan = replace(plan, lengths=perplexity.lengths)
         if compared is None:
-            self._check_same_tokens(model, evaluations, options)
+            if perplexity and perplexity.contrast:
+                self._check_same_tokens(model, perplexity, options)
             check_gates(self.gates, [key for each in evaluations for key in each.score_keys()])
         cells = Cells(self.out, say=self.say)  # makes the folder, once nothing is refused any more
-        if isinstance(model.model, Engine):
-            model.model.answers = Cells(self.out / "answers", say=self.say)
-        follows = self.baseline is not None and compared is None
-        samples = _run_cells(model, evaluations, cells, self, follows)
-        notes = (*left_out, *_notes(model, plan, evaluations), *token_notes(model, samples))
-        notes += empty_notes(model, samples)
-        if (self.config.batch_size or 1) > 1:
-            notes += (
-                f"{self.config.batch_size} prompts were answered at a time, so rounding can make "
-                "answers differ from those of one at a time",
-            )
-        for evaluation, group in zip(evaluations, samples, strict=True):
-            if isinstance(evaluation, NonLiteral):
-                notes += tuple(evaluation.notes(group))
+        if model.engine:
+            model.engine.answers = Cells(self.out / "answers", say=self.say)
+        samples = run_cells(
+            model,
+            evaluations,
+            cells,
+            preset=self.config.preset,
+            baseline_follows=self.baseline is not None and compared is None,
+            progress=self.progress,
+            say=self.say,
+        )
+        notes = (*left_out, *measurement_notes(model, plan, evaluations, samples))
         return _Measurement(
             model.name,
             model.identity,
@@ -287,17 +275,16 @@ class _EvalRun:
         )
 
     def _check_same_tokens(
-        self, model: EvalModel, evaluations: Sequence[Eval], options: LoadOptions
+        self, model: EvalModel, perplexity: Perplexity, options: LoadOptions
     ) -> None:
         """Refuse a baseline that cannot choose the key tokens of the model."""
-        compared = [each for each in evaluations if isinstance(each, Perplexity) and each.contrast]
-        if self.baseline is None or not compared:
+        if self.baseline is None:
             return
         trust = options.get("trust_remote_code", False)
         tokenizer = load_tokenizer(self._with_files(self.baseline), trust)
         if fingerprint(tokenizer) == model.identity["tokenizer"]:
             return
-        for text in (text for each in compared for text in each.texts):
+        for text in perplexity.texts:
             if read_text(text.name, self.texts[text.name], tokenizer).sha256 != text.sha256:
                 raise FarspanError(
                     f"longppl scores the key tokens of {self.baseline}, whose tokenizer splits the "
@@ -315,7 +302,10 @@ class _EvalRun:
         evaluator = measured[-1]
         scores = model.scores(evaluator)
         baseline_scores = baseline.scores(evaluator) if baseline else ()
-        notes = (*model.notes, *_missing_longppl(model, scores), *_begin_notes(measured))
+        notes = model.notes
+        if self.evaluator:
+            notes += tuple(missing_longppl(self.evaluator.name, model.evaluations, scores))
+        notes += tuple(begin_notes({each.name: each.begin for each in measured}))
         same_tokenizer = baseline and baseline.identity["tokenizer"] == model.identity["tokenizer"]
         if baseline and model.texts and not same_tokenizer:
             notes += ("the tokenizers differ, so the two perplexities cannot be compared",)
@@ -353,9 +343,14 @@ def _build(
 ) -> tuple[list[Eval], tuple[str, ...]]:
     """The evaluations of a suite; what a server cannot do is left out, with a note, or refused."""
     evaluations = [build(model, plan) for build in suite.builds]
-    if not isinstance(model.model, Engine):
+    if model.engine is None:
         return evaluations, ()
-    return served_evaluations(model.model, evaluations, name)
+    return served_evaluations(model.engine, evaluations, name)
+
+
+def _perplexity(evaluations: Sequence[Eval]) -> Perplexity | None:
+    """A suite has at most one."""
+    return next((each for each in evaluations if isinstance(each, Perplexity)), None)
 
 
 def _default_baseline(model: str | Path, gates: Sequence[Gate]) -> str | None:
@@ -365,30 +360,6 @@ def _default_baseline(model: str | Path, gates: Sequence[Gate]) -> str | None:
     if (patch := find_patch(model)) is None:
         raise FarspanError("a gate with x compares with a baseline; add --baseline MODEL")
     return base_source(Path(model), patch)
-
-
-def _begin_notes(measured: Sequence[_Measurement]) -> Iterator[str]:
-    """How the texts of each model begin, and why."""
-    if len({each.begin.notes for each in measured}) == 1:
-        yield from measured[0].begin.notes
-        return
-    for each in measured:
-        yield from (f"{each.name}: {note}" for note in each.begin.notes)
-
-
-def _missing_longppl(model: _Measurement, scores: Sequence[Score]) -> tuple[str, ...]:
-    """A note for each text without key tokens."""
-    if model.plan.evaluator is None:
-        return ()
-    keys = {key: None for each in model.evaluations for key in each.score_keys()}
-    for score in scores:
-        keys.pop(score.key, None)
-    tasks = dict.fromkeys(key.task for key in keys if key.metric == LONGPPL)
-    return tuple(
-        f"{task} has no key token of {model.plan.evaluator.name}, so there is no longppl of it; "
-        "use longer text or a shorter shortest length"
-        for task in tasks
-    )
 
 
 def _check_suite(out: Path, suite: str) -> None:
@@ -410,118 +381,6 @@ def _position(source: str | Path, other: str | Path | None, position: str | None
     base = base_source(Path(other), patch)
     same = Path(resolve_bundled(source)).resolve() == Path(resolve_bundled(base)).resolve()
     return patch.position if same else None
-
-
-def _notes(model: EvalModel, plan: EvalPlan, evaluations: Sequence[Eval]) -> tuple[str, ...]:
-    """What was left out without a request."""
-    if plan.lengths_requested:
-        return ()
-    if model.max_positions is not None:
-        rows = model.max_positions
-        return (f"its position table has {rows} rows; no longer input was measured",)
-    notes = []
-    wanted = max(2 * (model.train_length or 0), model.extended_length or 0)
-    for evaluation in evaluations:
-        if isinstance(evaluation, Perplexity):
-            longest = min(text.longest for text in evaluation.texts)
-            if longest < wanted:
-                notes.append(
-                    f"the longest document has {longest} tokens, so perplexity stops there; give "
-                    "longer text for more"
-                )
-    return tuple(notes)
-
-
-def _run_cells(
-    model: EvalModel,
-    evaluations: Sequence[Eval],
-    cells: Cells,
-    run: _EvalRun,
-    baseline_follows: bool,
-) -> list[list[Sample]]:
-    """The samples of each evaluation: first the cells that no process has claimed, length by
-    length, then those that others compute."""
-    shared = {"format": FORMAT, "model": dict(model.identity)}
-    by_evaluation = [
-        {cell_key({**shared, **asdict(cell)}): (each, cell) for cell in each.cells()}
-        for each in evaluations
-    ]
-    every_cell = {key: item for items in by_evaluation for key, item in items.items()}
-    missing = {key: cell for key, (_, cell) in every_cell.items() if cells.get(key) is None}
-    every = {key: cell for key, (_, cell) in every_cell.items()}
-    clock = EvalClock(model, missing, run.config.preset, every if baseline_follows else None)
-    if clock.worth_saying:
-        run.say(f"{model.name}: {clock.sentence(len(every_cell))}")
-    advance, counted = run.progress(model.name, len(every_cell)), set()
-    # Passkey prompts share a prefix; the cache lives for this run, in which the model is fixed.
-    has_passkeys = any(isinstance(each, Passkey) for each in evaluations)
-    local = None if isinstance(model.model, Engine) else model.model
-    prefix_cache = PrefixCache(local) if has_passkeys and local else None
-
-    def on_done(key: str) -> None:
-        if key not in counted:
-            counted.add(key)
-            advance(1, f"{_label(every_cell[key][1])}{clock.left_after(key)}")
-
-    def work(item: tuple[Eval, EvalCell]) -> dict[str, Any]:
-        if isinstance(model.model, Engine):
-            model.model.on_answer = lambda done, total: advance(
-                0, f"{_label(item[1])}, {done} of {total} answers"
-            )
-        return {"samples": _run_cell(model, *item, prefix_cache)}
-
-    def describe(item: tuple[Eval, EvalCell]) -> dict[str, Any]:
-        return {**shared, "name": model.name, **asdict(item[1])}
-
-    for group in _groups(every_cell):
-        todo = [cell for key, (_, cell) in group.items() if cells.get(key) is None]
-        with _maybe_compiled(local, todo) if local else nullcontext():
-            compute_unclaimed(cells, group, work, describe=describe, on_done=on_done)
-    results = finish(cells, every_cell, work, describe=describe, on_done=on_done)
-    return [
-        [sample for key in items for sample in results[key]["samples"]] for items in by_evaluation
-    ]
-
-
-def _label(cell: EvalCell) -> str:
-    return " ".join(dict.fromkeys((cell.eval, cell.task, f"@{cell.length}")))
-
-
-def _groups(
-    cells: dict[str, tuple[Eval, EvalCell]],
-) -> Iterator[dict[str, tuple[Eval, EvalCell]]]:
-    """Consecutive cells of one evaluation, text and length."""
-
-    def group_of(key: str) -> tuple[str, str, int]:
-        cell = cells[key][1]
-        return cell.eval, cell.task, cell.length
-
-    for _, keys in groupby(cells, group_of):
-        yield {key: cells[key] for key in keys}
-
-
-def _maybe_compiled(
-    model: PreTrainedModel, cells: Sequence[EvalCell]
-) -> AbstractContextManager[None]:
-    """Compiled layers, if enough perplexity windows share a shape."""
-    perplexity = [cell for cell in cells if cell.eval == "perplexity"]
-    tokens = sum(cell.length * cell.settings.get("count", 0) for cell in perplexity)
-    pays = tokens * model.num_parameters() >= COMPILE_FROM
-    return compiled_layers(model, min_size=MIN_COMPILED_SIZE) if pays else nullcontext()
-
-
-def _run_cell(
-    model: EvalModel, evaluation: Eval, cell: EvalCell, prefix_cache: PrefixCache | None
-) -> list[Sample]:
-    try:
-        if isinstance(evaluation, Passkey):
-            return evaluation.run(cell, model.model, model.tokenizer, prefix_cache)
-        return evaluation.run(cell, model.model, model.tokenizer)
-    except (IndexError, RuntimeError) as error:
-        raise FarspanError(
-            f"{model.name} cannot run {cell.eval} on {cell.length} tokens "
-            f"({failure_reason(error)}); choose shorter lengths"
-        ) from error
 
 
 def _write(

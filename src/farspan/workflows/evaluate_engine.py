@@ -13,12 +13,11 @@ from farspan.evals.commonsense import Commonsense
 from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.engine_http import is_url
 from farspan.evals.perplexity import Perplexity
-from farspan.evals.scores import Eval, Sample
+from farspan.evals.scores import Eval
 from farspan.evals.suites import EvalConfig, EvalModel
 from farspan.loading import LoadOptions, find_patch, find_train_length, load_tokenizer
 from farspan.workflows.eval_models import passkeys_in_training
 
-EXACT = ("needle", "nonliteral", "ruler")  # evaluations of exact lengths
 WITH_SERVERS = "quick, perplexity, passkey, needle, nonliteral, ruler or longbench"
 
 
@@ -86,29 +85,4 @@ def served_evaluations(
     return kept, (
         f"the server at {engine.client.url} returns no log-probabilities of prompts, so "
         "perplexity is left out",
-    )
-
-
-def empty_notes(model: EvalModel, samples: Sequence[Sequence[Sample]]) -> tuple[str, ...]:
-    """A server can answer with no text, which scores nothing."""
-    answers = [each.get("prediction", each.get("said")) for group in samples for each in group]
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    empty = sum(not text.strip() for text in texts)
-    if not isinstance(model.model, Engine) or not empty:
-        return ()
-    return (
-        f"{empty} of {len(texts)} answers are empty; a model that thinks first may have used up "
-        "the tokens of its answer",
-    )
-
-
-def token_notes(model: EvalModel, samples: Sequence[Sequence[Sample]]) -> tuple[str, ...]:
-    """Prompts as text may have other numbers of tokens for the server."""
-    exact = [each for group in samples for each in group if each["eval"] in EXACT]
-    changes = [each["tokens"] + each["answer_tokens"] - each["length"] for each in exact]
-    if not isinstance(model.model, Engine) or not any(changes):
-        return ()
-    return (
-        f"the server takes prompts as text, and counts {min(changes):+d} to {max(changes):+d} "
-        "tokens of difference to the exact lengths",
     )
