@@ -30,6 +30,11 @@ CONTEXT = 1024  # characters before a piece that are encoded with it
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, without special ones."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `vocabulary` tokens.
 

@@ -139,7 +139,3 @@ def text_around(text: str, answers: Sequence[str]) -> str:
         "…" * (first > 0) + text[first:last] + "…" * (last < len(text)) for first, last in spans
     ]
     return " ".join(" ".join(pieces).split())
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from farspan.cells import Cells, cell_key
-from farspan.data.tokens import fingerprint
+from farspan.data.tokens import encode, fingerprint
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals.chat import thinking_switch
 from farspan.evals.engine_http import VERSION, EngineClient, RefusedError, Reply
@@ -150,7 +150,7 @@ class Engine:
     def loss_form(self) -> str | None:
         """Where the log-probabilities of a prompt are in a reply; None: the server has none."""
         if self._loss_form is None:
-            ids = [*begin_of_text(self.tokenizer), *self._encode(PROBE)]
+            ids = [*begin_of_text(self.tokenizer), *encode(self.tokenizer, PROBE)]
             self._loss_form = next((form for form in LOSS_FORMS if self._has(form, ids)), "")
         return self._loss_form or None
 
@@ -220,14 +220,11 @@ class Engine:
             return True
         begin = begin_of_text(self.tokenizer)
         text = list(row[len(begin) :] if list(row[: len(begin)]) == begin else row)
-        return self._encode(self.tokenizer.decode(text)) == text
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return encode(self.tokenizer, self.tokenizer.decode(text)) == text
 
     def _probe(self) -> tuple[bool, bool]:
         """Does the server take token ids, and does it begin texts with a token of its own?"""
-        ids = self._encode(PROBE)
+        ids = encode(self.tokenizer, PROBE)
         body = {"model": self.model, "max_tokens": 1, "temperature": 0}
         reply = self.client.post("/completions", {**body, "prompt": PROBE})
         counted = _prompt_tokens(reply)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from farspan.batching import run_in_batches
 from farspan.data.jsonlines import read_rows
+from farspan.data.tokens import encode
 from farspan.errors import CorruptError, FarspanError, suggest
 from farspan.evals import metrics
 from farspan.evals.answers import batch_setting, text_around
@@ -201,7 +202,7 @@ class LongBench:
         stop_at_line = load_tasks()[cell.task].stop_at_line
         end_ids = end_tokens(model, tokenizer)
         if stop_at_line:
-            end_ids = [*end_ids, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+            end_ids = [*end_ids, encode(tokenizer, "\n")[-1]]
         most = max(1, BATCH_TOKENS // (cell.length * self.beams))
         generated = batches_by_length(
             rows,

@@ -20,8 +20,9 @@ import numpy as np
 
 from farspan.data.documents import read_documents
 from farspan.data.passkey import FILLER
+from farspan.data.tokens import encode
 from farspan.errors import FarspanError, suggest
-from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
+from farspan.evals.answers import answer_samples, batch_setting, generate_texts
 from farspan.evals.scores import EvalCell, Sample, Score, ScoreKey, average, wilson
 from farspan.train.metadata import begin_of_text
 

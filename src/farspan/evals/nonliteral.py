@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from farspan.data.tokens import encode
 from farspan.errors import FarspanError
-from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
+from farspan.evals.answers import answer_samples, batch_setting, generate_texts
 from farspan.evals.needle import (
     THRESHOLD,
     Needle,

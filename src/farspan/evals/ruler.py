@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from farspan.data.tokens import encode
 from farspan.errors import FarspanError, suggest
 from farspan.evals import needle
-from farspan.evals.answers import answer_samples, batch_setting, encode, generate_texts
+from farspan.evals.answers import answer_samples, batch_setting, generate_texts
 from farspan.evals.ruler_qa import QA_FILES, qa_digest
 from farspan.evals.ruler_tasks import (
     ANSWER_TOKENS,
