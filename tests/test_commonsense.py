@@ -374,6 +374,9 @@ def test_bad_settings_and_files_raise_clear_errors(tmp_path, data):
         CorruptError, match="line 1 is not an item of piqa .KeyError: 'sol2'.; it needs goal, sol1"
     ):
         official_rows("piqa", file)
+    file.write_text('{"passage": "x", "question": "y", "answer": "yes"}\n')
+    with pytest.raises(CorruptError, match="line 1 is not an item of boolq .ValueError: invalid"):
+        official_rows("boolq", file)
     file.write_text("")
     with pytest.raises(FarspanError, match="has no items"):
         official_rows("piqa", file)

@@ -491,6 +491,18 @@ def test_official_prompts_are_complete(data_file):
             '{"dataset": "qasper", "context": "", "input": "", "answers": []}',
             "line 1 is not a LongBench prompt",
         ),
+        (
+            '{"dataset": "qasper", "context": "", "input": "", "answers": "Paris"}',
+            "line 1 is not a LongBench prompt .TypeError: 'Paris' is no list of texts",
+        ),
+        (
+            '{"dataset": "trec", "context": "", "input": "", "answers": ["x"], "all_classes": "x"}',
+            "line 1 is not a LongBench prompt .TypeError: 'x' is no list of texts",
+        ),
+        (
+            '{"dataset": "qasper", "prompt": 5, "idx": 0, "gold": ["x"]}',
+            "line 1 is not a LongBench prompt",
+        ),
         ('{"dataset": "qasper", ', "line 1 is not JSON"),
         ("[1]", "line 1 is not a JSON object"),
         ('{"dataset": "dureader"}', "has no prompts of LongBench"),

@@ -350,7 +350,7 @@ def official_rows(task: str, file: Path) -> list[dict[str, Any]]:
             missing = [field for field in TASKS[task].fields if field not in item]
             if missing:
                 raise KeyError(missing[0])
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(
                 f"{file}, line {number} is not an item of {task} ({type(error).__name__}: "
                 f"{error}); it needs {', '.join(TASKS[task].fields)}"

@@ -349,23 +349,29 @@ def _official_prompt(row: Mapping[str, Any], number: int) -> LongBenchPrompt:
         str(row.get("_id", number)),
         text,
         _answers(row["answers"]),
-        tuple(row.get("all_classes") or ()),
+        _texts(row.get("all_classes") or []),
     )
 
 
 def _mini_prompt(row: Mapping[str, Any]) -> LongBenchPrompt:
     _task(row)
     gold = row["gold"] if isinstance(row["gold"], dict) else {"answers": row["gold"]}
-    name = f"{row['dataset']}-{row['idx']}"
-    return LongBenchPrompt(
-        name, row["prompt"], _answers(gold["answers"]), tuple(gold.get("all_classes") or ())
-    )
+    name, (text,) = f"{row['dataset']}-{row['idx']}", _texts([row["prompt"]])
+    classes = _texts(gold.get("all_classes") or [])
+    return LongBenchPrompt(name, text, _answers(gold["answers"]), classes)
 
 
-def _answers(answers: list[str]) -> tuple[str, ...]:
-    if not answers or not all(isinstance(answer, str) for answer in answers):
-        raise TypeError("answers are not a list of strings")
-    return tuple(answers)
+def _answers(values: Any) -> tuple[str, ...]:
+    if not values:
+        raise TypeError("there is no answer")
+    return _texts(values)
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    """One text alone would be read as its letters."""
+    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        raise TypeError(f"{values!r:.40} is no list of texts")
+    return tuple(values)
 
 
 def _task(row: Mapping[str, Any]) -> LongBenchTask:
