@@ -129,20 +129,12 @@ class NonLiteral:
                 f"the nonliteral evaluation of {self.samples} samples at {min(self.lengths)} "
                 f"tokens is too small; use 1 sample and {SHORT} tokens or more"
             )
+        settings = {"samples": self.samples, "seed": self.seed, **batch_setting(self.batch)}
         lengths = sorted({SHORT, *self.lengths})
+        haystacks = {length: self._needle.haystack_name(length) for length in lengths}
         return [
-            EvalCell(
-                NAME,
-                task,
-                length,
-                {
-                    "samples": self.samples,
-                    "seed": self.seed,
-                    "haystack": self._needle.haystack_name(length),
-                    **batch_setting(self.batch),
-                },
-            )
-            for length in lengths
+            EvalCell(NAME, task, length, settings | {"haystack": haystack})
+            for length, haystack in haystacks.items()
             for task in TASKS
         ]
 
