@@ -163,6 +163,23 @@ def test_only_empty_answers_are_counted(server, tmp_path, monkeypatch, capsys):
     assert "2 of 15 answers are empty" in printed
 
 
+def test_a_served_baseline_is_refused_before_the_model_is_measured(server, tmp_path, monkeypatch):
+    server.close()
+    monkeypatch.setattr(evaluate_workflow, "run_cells", lambda *_, **__: pytest.fail("measured"))
+    engine = EngineOptions(served_model=MODEL, tokenizer=TWIN, max_retries=0)
+    with pytest.raises(FarspanError, match="cannot be reached"):
+        farspan.evaluate(
+            "nope-twin",
+            "needle",
+            tmp_path / "out",
+            baseline=server.url,
+            engine=engine,
+            lengths=[256],
+            limit=1,
+        )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("key", ["sk-\u00e9t\u00e9", "sk a"])
 def test_a_broken_key_is_not_printed(key, server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", key)

@@ -110,7 +110,9 @@ def evaluate(
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
     baseline_position = None if baseline is None else _position(baseline, model, position)
-    if baseline is not None and not is_url(baseline):  # refused before the model is measured
+    if is_url(baseline):  # refused before the model is measured
+        connect_eval_model(str(baseline), run.config, bos, options)
+    elif baseline is not None:
         check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
     run = run.with_models(model, baseline, trust_remote_code)
     measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
