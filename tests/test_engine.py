@@ -26,6 +26,7 @@ from farspan.data.passkey import FILLER, TASK
 from farspan.data.tokens import DECISION
 from farspan.errors import CorruptError, FarspanError
 from farspan.evals import engine_http
+from farspan.evals.chat import chat_frame
 from farspan.evals.engine import (
     Engine,
     EngineOptions,
@@ -582,6 +583,22 @@ def test_prompts_for_a_served_patch_begin_as_it_remembers(remembered, server, tw
     assert begin_of_text(served.tokenizer) == list(served.begin.ids)
     overridden = connect_eval_model(server.url, config, "no" if remembered else "yes", {})
     assert bool(overridden.begin.ids) != remembered
+
+
+@pytest.mark.parametrize("before", ["", "{{ bos_token }}"])
+def test_a_message_has_no_begin_of_text_token(before, twin):
+    """The server adds it, whether the template has it (Llama 3, Gemma, Mistral) or not."""
+    tokenizer = copy.deepcopy(twin[1])
+    setattr(tokenizer, DECISION, True)
+    tokenizer.chat_template = before + TEMPLATE
+    frame = chat_frame(tokenizer)
+    assert frame[0].startswith(tokenizer.bos_token) == bool(before)
+    row = tokenizer(f"{frame[0]}What is it?{frame[1]}It is")["input_ids"]
+    assert (row[0] == tokenizer.bos_token_id) == bool(before)
+    engine = Engine(CLIENT, tokenizer, MODEL, "chat", False, False)
+    assert engine._prompt(row, frame) == [{"role": "user", "content": "What is it? It is"}]
+    plain = [tokenizer.bos_token_id, *tokenizer("The sky")["input_ids"]]
+    assert engine._prompt(plain) == [{"role": "user", "content": "The sky"}]
 
 
 @pytest.mark.parametrize(("adds_begin", "begins"), [(True, False), (False, True)])

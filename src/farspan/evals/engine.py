@@ -203,11 +203,13 @@ class Engine:
         """What stands for a row of tokens in a request."""
         if self.takes_tokens:
             return list(row)
-        begin = begin_of_text(self.tokenizer)
-        if begin and list(row[: len(begin)]) == begin and (self.adds_begin or self.api == "chat"):
+        begin, chat = begin_of_text(self.tokenizer), self.api == "chat"
+        # A frame goes as a whole, with the begin-of-text token that it may have.
+        added = frame is None if chat else self.adds_begin
+        if added and list(row[: len(begin)]) == begin:
             row = row[len(begin) :]
         text = self.tokenizer.decode(list(row))
-        if self.api != "chat":
+        if not chat:
             return text
         if frame is not None:
             text = without_frame(text, frame)
