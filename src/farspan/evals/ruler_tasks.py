@@ -95,10 +95,12 @@ NIAH_TASKS = {
     "niah_multivalue": NiahTask("essay", values=4),
     "niah_multiquery": NiahTask("essay", keys=4, queries=4),
 }
-# Raised with every change of a task's prompts, so that the cells of the others stay valid.
-PROMPT_FORMATS = dict.fromkeys(
-    ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"), 2
-)
+# Raised with every change of a task's prompts, so that the cells of the others stay valid. Of
+# several needles in an essay, samples of the first format have the depths in another order.
+PROMPT_FORMATS = {
+    **dict.fromkeys(NIAH_TASKS.keys() - {"niah_single_2", "niah_single_3"}, 2),
+    **dict.fromkeys(("vt", "cwe", "fwe"), 2),
+}
 # Tokens for the answer, as published; more if a tokenizer needs more for the expected answer.
 ANSWER_TOKENS = {
     **dict.fromkeys(NIAH_TASKS, 128),
@@ -120,7 +122,8 @@ class RulerPrompt:
     question: str
     answer_start: str
     answers: tuple[str, ...]
-    depths: tuple[float, ...] = ()  # of each needle: the share of the units before it
+    # Of each needle, what is asked for first: the share of the units before it.
+    depths: tuple[float, ...] = ()
     least: int = 0  # units
     most: int = 1 << 40  # units
     written: str = ""  # the answers as a model would write them; default: with commas
@@ -173,7 +176,7 @@ class RulerTasks:
             NIAH_QUESTION.format(verb="are all" if plural else "is", kind=kinds, keys=names),
             NIAH_ANSWER.format(kind=kinds, keys=names, verb=verb),
             tuple(value for key, value in facts if key in queried),
-            depths,
+            tuple(depths[place] for place in np.argsort(order)),  # of each fact
         )
 
     def _hay(
