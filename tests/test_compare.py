@@ -12,13 +12,16 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.errors import CorruptError, FarspanError
+from farspan.evals.engine import Generated
 from farspan.evals.needle import Needle
+from farspan.evals.nonliteral import NonLiteral
 from farspan.evals.pairs import PairedDifference, paired_differences
 from farspan.evals.passkey import Passkey
 from farspan.evals.perplexity import Perplexity, Text
 from farspan.evals.results import EvalResult
 from farspan.evals.ruler import Ruler
 from farspan.evals.scores import bootstrap
+from farspan.loading import load
 from farspan.report import comparison
 from farspan.report.comparison import ComparedScore
 from farspan.workflows.compare import compare
@@ -123,6 +126,71 @@ def test_fewer_shared_samples_are_noted(runs, tmp_path):
     keys = results(tmp_path / "keys", passkeys([1, 0]))
     notes = compare([runs[0], keys], tmp_path / "table.md").notes
     assert "keys has no samples to pair with rope, so it has no differences." in notes
+
+
+@pytest.mark.parametrize(
+    ("change", "pairs"),
+    [
+        ({"depths": [0.5, 0.2]}, 0),
+        ({"form": "short"}, 0),
+        ({"haystack": "essays 5678"}, 0),
+        ({"haystack": "filler"}, 0),
+        ({"question": "What is it?"}, 0),
+        ({"haystack": "copy 1234"}, 3),  # the same text
+        ({"depths": [0.7, 0.2]}, 3),  # in the order of an earlier version
+    ],
+)
+def test_samples_of_other_prompts_are_no_pairs(change, pairs):
+    sample = {"depths": [0.2, 0.7], "form": "published", "haystack": "essays 1234"}
+    own = [{**row, **sample} for row in needles([1, 0, 1], tasks=("vt",))]
+    changes = paired_differences(own, [{**row, **change} for row in own])
+    assert sum(difference.pairs for difference in changes.values()) == pairs
+    bare = [{name: row[name] for name in row.keys() - sample.keys()} for row in own]
+    assert paired_differences(bare, bare)["needle", "vt", 256].pairs == 3, "of earlier versions"
+
+
+@pytest.mark.parametrize(
+    ("suite", "settings", "pairs"),
+    [
+        (Needle, {"samples": 5}, 1),  # only the first needle is where it was
+        (Needle, {"haystack": "python-docs"}, 0),
+        (NonLiteral, {"samples": 3}, 1),
+        (Ruler, {"samples": 5}, 5),  # its depths do not depend on their number
+    ],
+)
+def test_samples_of_other_settings_are_paired_if_their_prompts_are_equal(
+    suite, settings, pairs, monkeypatch
+):
+    monkeypatch.setattr(
+        f"{suite.__module__}.generate_texts",
+        lambda model, tokenizer, rows, *_: [Generated("", len(row)) for row in rows],
+    )
+    tokenizer = load("nope-twin").tokenizer
+    tasks = {Needle: {"tasks": ("single",)}, Ruler: {"tasks": ("niah_single_1",)}}.get(suite, {})
+    rows, samples = [], []
+    for changed in ({}, settings):
+        evaluation = suite((600,), **{**tasks, "samples": 10, **changed})
+        cell = evaluation.cells()[-1]
+        samples.append(evaluation.run(cell, None, tokenizer))
+        rows.append(evaluation.prompts(cell, tokenizer)[1])
+    assert sum(map(list.__eq__, *rows)) == pairs
+    changes = paired_differences(*samples)
+    assert sum(difference.pairs for difference in changes.values()) == pairs
+
+
+def test_measures_without_a_pair_are_noted(runs, tmp_path):
+    """Of one task the haystack is another one; the other task and an effective length are not."""
+    moved = needles([1] * 10, tasks=("single",))
+    for row in moved:
+        row["haystack"] = "essays 1234"
+    other = results(tmp_path / "other", [*moved, *needles([1] * 10, tasks=("multi-key",))])
+    result = compare([runs[0], other], tmp_path / "table.md")
+    assert result.notes[1:] == (
+        "other and rope have no sample in common of needle single recall at 256 tokens: measure "
+        "both with the same --seed, --limit and --data.",
+    )
+    assert [s.task for s in result.scores if s.difference] == ["multi-key"]
+    assert len(compare(runs, tmp_path / "table.md").notes) == 1
 
 
 def test_a_baseline_is_a_run_of_its_own(tmp_path):

@@ -122,10 +122,18 @@ def _outcomes(samples: Iterable[Mapping[str, Any]]) -> dict[GroupKey, dict[Hasha
 
 def _read(sample: Mapping[str, Any]) -> tuple[Hashable, _Outcome] | None:
     evaluation: Any = sample["eval"]
+    name: Hashable
     if evaluation == "passkey":
         return (sample["depth"], sample["key"]), _Outcome(float(sample["hit"]))
     if evaluation in SCALES:
-        name = (str(sample["id"]), sample.get("question", ""), tuple(sample["answers"]))
+        name = (
+            str(sample["id"]),
+            sample.get("question", ""),
+            tuple(sample["answers"]),
+            tuple(sorted(sample.get("depths", ()))),  # earlier versions had another order
+            sample.get("form", ""),
+            sample.get("haystack", "").rpartition(" ")[2],  # the hash of a text
+        )
         return name, _Outcome(SCALES[evaluation] * sample["score"])
     if evaluation == "perplexity" and "nll" in sample and "losses" not in sample:
         loss = sample["nll"] / sample["scored"]

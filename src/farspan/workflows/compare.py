@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from matplotlib.figure import Figure
 
 from farspan.errors import FarspanError, at_least_one
 from farspan.evals.pairs import (
+    LARGEST,
     GroupKey,
     PairedDifference,
     average_difference,
     paired_differences,
 )
 from farspan.evals.results import without_repeated_means
-from farspan.evals.scores import Score
+from farspan.evals.scores import Score, ScoreKey
 from farspan.files import write_text
 from farspan.record import format_number
 from farspan.report import figures
@@ -37,6 +38,7 @@ from farspan.summaries import Plotted, draw
 from farspan.workflows.report import INVALID, name_by_model, naming_record, read_runs
 
 SUFFIXES = (".md", ".csv", ".json")
+PAIRED = ("perplexity", *LARGEST)
 UNPAIRED = ("effective_length", "passkey_mean", "passkey_grid_mean", "longppl")
 
 
@@ -128,6 +130,8 @@ def _compare(runs: list[Run], out: Path) -> CompareResult:
         for name, group in samples.items()
         if name != reference
     }
+    measured = scores_by_model(runs)
+    twins = {_key(score): score for score in measured[reference]}
     scores = tuple(
         ComparedScore(
             name,
@@ -141,13 +145,11 @@ def _compare(runs: list[Run], out: Path) -> CompareResult:
             score["n"],
             _change(score, changes.get(name, {})),
         )
-        for name, group in sorted(
-            scores_by_model(runs).items(), key=lambda item: item[0] != reference
-        )
+        for name, group in sorted(measured.items(), key=lambda item: item[0] != reference)
         for score in without_repeated_means(group)
         if not score["tags"].get("detail")
     )
-    return CompareResult(reference, scores, tuple(_notes(reference, scores)), out)
+    return CompareResult(reference, scores, tuple(_notes(reference, scores, twins)), out)
 
 
 def _named(runs: list[Run]) -> list[Run]:
@@ -203,6 +205,11 @@ def _with_text(run: Run, place: int, samples: list[Mapping[str, Any]]) -> list[M
     ]
 
 
+def _key(score: Mapping[str, Any]) -> ScoreKey:
+    task = score["tags"].get("task", score["eval"])
+    return ScoreKey(score["eval"], task, score["metric"], score["length"])
+
+
 def _change(
     score: Mapping[str, Any], changes: Mapping[GroupKey, PairedDifference]
 ) -> PairedDifference | None:
@@ -219,7 +226,10 @@ def _change(
     return changes.get((evaluation, task, length))
 
 
-def _notes(reference: str, scores: Sequence[ComparedScore]) -> list[str]:
+def _notes(
+    reference: str, scores: Sequence[ComparedScore], twins: Collection[ScoreKey]
+) -> list[str]:
+    """twins: the scores of the reference that others can differ from."""
     notes = []
     if any(score.difference for score in scores):
         notes.append(
@@ -237,7 +247,27 @@ def _notes(reference: str, scores: Sequence[ComparedScore]) -> list[str]:
     others = {score.run for score in scores} - {s.run for s in scores if s.difference} - {reference}
     for run in sorted(others):
         notes.append(f"{run} has no samples to pair with {reference}, so it has no differences.")
-    return notes
+    return [*notes, *_unpaired_notes(reference, scores, twins)]
+
+
+def _unpaired_notes(
+    reference: str, scores: Sequence[ComparedScore], twins: Collection[ScoreKey]
+) -> Iterator[str]:
+    """What a run and the reference have both measured, but never on the same prompt or text."""
+    unpaired: dict[str, dict[str, list[str]]] = {}
+    for score in scores:
+        key = ScoreKey(score.eval, score.task, score.metric, score.length)
+        missing = score.run != reference and not score.difference and key in twins
+        paired = score.eval in PAIRED and score.metric not in UNPAIRED
+        if missing and paired and not score.task.startswith("average"):
+            groups = unpaired.setdefault(score.run, {})
+            groups.setdefault(group_label(score.group), []).append(f"{score.length:,}")
+    for run, groups in unpaired.items():
+        measures = "; ".join(f"{label} at {', '.join(n)} tokens" for label, n in groups.items())
+        yield (
+            f"{run} and {reference} have no sample in common of {measures}: measure both with the "
+            "same --seed, --limit and --data."
+        )
 
 
 def _write(result: CompareResult) -> None:
