@@ -51,16 +51,15 @@ def passkeys(hits: list[int]) -> list[dict]:
     return [{**sample, "key": 11 * number, "hit": bool(hit)} for number, hit in enumerate(hits)]
 
 
+SUITES = {"needle": Needle, "nonliteral": NonLiteral, "passkey": Passkey}
+
+
 def results(folder, samples: list[dict], model: str = "model", baseline: list[dict] | None = None):
     """A results folder as `farspan eval` writes it."""
     (folder / "cells").mkdir(parents=True)
     measured = {model: [samples]} | ({"base": [baseline]} if baseline else {})
     scores = {
-        name: tuple(
-            Needle((256,)).score(group)
-            if group[0]["eval"] == "needle"
-            else Passkey((256,)).score(group)
-        )
+        name: tuple(SUITES[group[0]["eval"]]((256,)).score(group))
         for name, (group,) in measured.items()
     }
     result = EvalResult(
@@ -191,6 +190,53 @@ def test_measures_without_a_pair_are_noted(runs, tmp_path):
     )
     assert [s.task for s in result.scores if s.difference] == ["multi-key"]
     assert len(compare(runs, tmp_path / "table.md").notes) == 1
+
+
+def nonliteral(**hits: int) -> list[dict]:
+    """Of ten prompts of each task at two lengths."""
+    rows = [
+        row
+        for task, count in hits.items()
+        for length in (256, 512)
+        for row in needles([1] * count + [0] * (10 - count), length, (task,))
+    ]
+    return [{**row, "eval": "nonliteral"} for row in rows]
+
+
+@pytest.mark.parametrize("reference", [{"place": 8, "work": 3, "animal": 9}, {"place": 8}])
+def test_differences_are_to_scores_that_the_reference_has(reference, tmp_path):
+    """An average is over what a model solves, and an unsolved task says nothing."""
+    first = results(tmp_path / "a", nonliteral(**reference))
+    second = results(tmp_path / "b", nonliteral(place=10, work=9, animal=2))
+    result = compare([first, second], tmp_path / "t.md")
+    changes = {
+        (s.task, s.length): s.difference and s.difference.value
+        for s in result.scores
+        if (s.run, s.metric) == ("b", "recall")
+    }
+    assert changes == {
+        **{("place", length): pytest.approx(0.2) for length in (256, 512)},
+        **{("work", length): None for length in (256, 512)},
+        **{("average", length): None for length in (256, 512)},
+        ("animal", 256): pytest.approx(-0.7) if "animal" in reference else None,
+    }
+    assert len(result.notes) == 1, "nothing is amiss with the samples"
+
+
+@pytest.mark.parametrize("task_names", [True, False])
+def test_averages_are_compared_if_they_are_of_the_same_tasks(task_names, runs, tmp_path):
+    """Earlier versions stored only how many tasks there are."""
+    more = results(tmp_path / "more", needles([1] * 10, tasks=("single", "multi-key", "variables")))
+    for folder in () if task_names else (*runs, more):
+        record = json.loads((folder / "record.json").read_text())
+        for score in record["scores"]:
+            score["tags"].pop("task_names", None)
+        (folder / "record.json").write_text(json.dumps(record))
+    for folders, differ in (([*runs, more], {"yarn"}), ([more, *runs], set())):
+        scores = compare(folders, tmp_path / "table.md").scores
+        assert {s.run for s in scores if s.task == "average" and s.difference} == differ
+        others = {folder.name for folder in folders[1:]}
+        assert {s.run for s in scores if s.task == "single" and s.difference} == others
 
 
 def test_a_baseline_is_a_run_of_its_own(tmp_path):

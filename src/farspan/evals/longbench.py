@@ -237,7 +237,12 @@ class LongBench:
                 scores.append(
                     Score(NAME, load_tasks()[task].metric, length, *means[task], len(group), tags)
                 )
-            tags = {"task": "average", "tasks": len(groups), **_data_tags(at_length)}
+            tags = {
+                "task": "average",
+                "tasks": len(groups),
+                "task_names": [*groups],
+                **_data_tags(at_length),
+            }
             mean = average(list(means.values()))
             scores.append(Score(NAME, "average", length, *mean, len(at_length), tags))
         return scores

@@ -292,7 +292,7 @@ def task_scores(
             value, low, high = (scale * bound for bound in wilson(sum(values), len(values)))
             scores.append(Score(name, metric, length, value, low, high, len(values), dict(tags)))
     if len(groups) > 1:
-        tags = {"task": average_task, "tasks": len(groups)}
+        tags = {"task": average_task, "tasks": len(groups), "task_names": [*groups]}
         if len(names := set(haystacks.values())) == 1:
             tags["haystack"] = names.pop()
         common = set.intersection(*(set(lengths) for lengths in groups.values()))

@@ -131,7 +131,9 @@ def _compare(runs: list[Run], out: Path) -> CompareResult:
         if name != reference
     }
     measured = scores_by_model(runs)
-    twins = {_key(score): score for score in measured[reference]}
+    twins = {
+        _key(score): score for score in measured[reference] if not score["tags"].get("unsolved")
+    }
     scores = tuple(
         ComparedScore(
             name,
@@ -143,7 +145,7 @@ def _compare(runs: list[Run], out: Path) -> CompareResult:
             score["low"],
             score["high"],
             score["n"],
-            _change(score, changes.get(name, {})),
+            _change(score, twins.get(_key(score)), changes.get(name, {})),
         )
         for name, group in sorted(measured.items(), key=lambda item: item[0] != reference)
         for score in without_repeated_means(group)
@@ -211,19 +213,34 @@ def _key(score: Mapping[str, Any]) -> ScoreKey:
 
 
 def _change(
-    score: Mapping[str, Any], changes: Mapping[GroupKey, PairedDifference]
+    score: Mapping[str, Any],
+    twin: Mapping[str, Any] | None,
+    changes: Mapping[GroupKey, PairedDifference],
 ) -> PairedDifference | None:
-    """The paired difference behind a score; that of an average is of its tasks."""
+    """The paired difference behind a score; that of an average is of its tasks.
+
+    twin: the same score of the reference.
+    """
     evaluation, task, length = score["eval"], score["tags"].get("task", ""), score["length"]
-    if score["metric"] in UNPAIRED:
+    if twin is None or score["metric"] in UNPAIRED:
         return None
-    if task.startswith("average"):
-        parts = [
-            change for (of, _, at), change in changes.items() if (of, at) == (evaluation, length)
-        ]
-        complete = len(parts) == score["tags"].get("tasks")
-        return average_difference(parts) if complete else None
-    return changes.get((evaluation, task, length))
+    if not task.startswith("average"):
+        return changes.get((evaluation, task, length))
+    tasks = _averaged(score, changes)
+    if not tasks or tasks != _averaged(twin, changes):
+        return None
+    return average_difference([changes[evaluation, each, length] for each in tasks])
+
+
+def _averaged(
+    score: Mapping[str, Any], changes: Mapping[GroupKey, PairedDifference]
+) -> tuple[str, ...]:
+    """The tasks of an average, if each has pairs. Earlier versions stored only their number."""
+    tags, of_score = score["tags"], (score["eval"], score["length"])
+    paired = sorted(task for name, task, length in changes if (name, length) == of_score)
+    tasks = sorted(tags.get("task_names", paired))
+    whole = len(tasks) == tags.get("tasks") and {*tasks} <= {*paired}
+    return tuple(tasks) if whole else ()
 
 
 def _notes(
