@@ -338,6 +338,49 @@ def test_quick_leaves_perplexity_out_where_there_are_no_losses(server, tmp_path)
     assert "so perplexity is left out" in result.notes[0]
 
 
+def answers(status: int, *names: str):
+    """A status for what a server does not know: token ids, or a field of a request."""
+
+    def fault(number, body):
+        unknown = "tokens" in names and isinstance(body.get("prompt"), list)
+        return error(status, "internal") if unknown or {*names} & {*body} else None
+
+    return fault
+
+
+@pytest.mark.parametrize("unknown", ["tokens", "prompt_logprobs", "echo"])
+def test_a_probe_that_a_server_answers_with_500_is_a_no(unknown, twin):
+    server = EngineServer(twin[1], twin[0], "echo")
+    server.fault = answers(500, unknown)
+    engine = Engine.connect(server.url, twin[1], EngineOptions(MODEL, TWIN))
+    assert engine.takes_tokens == (unknown != "tokens")
+    assert engine.loss_form == (None if unknown == "echo" else "echo")
+    server.close()
+    assert len(server.requests) == 4, "none is repeated"
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("unknown", ["tokens", "echo"])
+def test_a_probe_that_fails_for_a_while_says_nothing(unknown, status, server, twin):
+    server.fault = answers(status, unknown)
+    options = EngineOptions(MODEL, TWIN, max_retries=1)
+    with pytest.raises(engine_http.FailingError, match=f"status {status}.*; 2 attempts"):
+        assert Engine.connect(server.url, twin[1], options).loss_form
+
+
+def test_the_first_request_is_no_probe(server, twin):
+    server.fault = lambda number, body: error(500, "internal")
+    with pytest.raises(engine_http.FailingError, match="status 500.*; 2 attempts"):
+        Engine.connect(server.url, twin[1], EngineOptions(MODEL, TWIN, max_retries=1))
+
+
+def test_quick_leaves_perplexity_out_where_asking_for_losses_fails(server, tmp_path):
+    server.fault = answers(500, "prompt_logprobs", "echo")
+    options = EngineOptions(MODEL, TWIN, max_retries=0)
+    result = farspan.evaluate(server.url, "quick", tmp_path / "a", engine=options, lengths=[256])
+    assert {score.eval for score in result.scores} == {"passkey"}
+
+
 CLIENT = engine_http.EngineClient("http://localhost:1/v1")
 ONCE_MORE = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 
@@ -622,7 +665,7 @@ def test_a_server_begins_texts_if_it_counts_one_token_more(takes_tokens, added, 
         count = len(twin[1](prompt)["input_ids"]) + added if text else len(prompt)
         return {"usage": {"prompt_tokens": count}}
 
-    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post, probe=post)
     engine = Engine(client, twin[1], MODEL, "completions", False, False)
     assert engine._probe() == (takes_tokens, bool(added))
 
@@ -686,7 +729,7 @@ def test_the_form_of_losses_is_the_one_that_a_server_answers_in(form, twin):
             ]
         }
 
-    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post, probe=post)
     assert Engine(client, twin[1], MODEL, "completions", True, False).loss_form == form
 
 
@@ -722,7 +765,7 @@ def test_a_chat_has_no_losses_and_is_not_asked_for_them(twin):
     def post(path, body):
         raise AssertionError(path)
 
-    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post, probe=post)
     assert Engine(client, twin[1], MODEL, "chat", False, False).loss_form is None
 
 
@@ -737,7 +780,7 @@ def test_a_server_is_probed_with_tokens_that_none_begins():
         read = len(prompt) + 1 if isinstance(prompt, str) else len(prompt)
         return {"usage": {"prompt_tokens": read}}
 
-    client = SimpleNamespace(url="http://localhost:1/v1", post=post)
+    client = SimpleNamespace(url="http://localhost:1/v1", post=post, probe=post)
     assert Engine(client, tokenizer, MODEL, "completions", False, False)._probe() == (True, True)
 
 

@@ -158,7 +158,7 @@ class Engine:
         if self.api != "completions":
             return False
         try:
-            reply = self.client.post(
+            reply = self.client.probe(
                 "/completions", {**self._loss_body(form), "prompt": self._prompt(ids)}
             )
             prompt_losses(form, reply["choices"][0], ids, self._offset)
@@ -236,7 +236,7 @@ class Engine:
                 f"--tokenizer into {len(ids)}; give the tokenizer of the served model"
             )
         try:
-            reply = self.client.post("/completions", {**body, "prompt": ids})
+            reply = self.client.probe("/completions", {**body, "prompt": ids})
         except RefusedError:
             return False, counted == len(ids) + 1
         read = _prompt_tokens(reply)

@@ -77,6 +77,7 @@ class EngineClient:
     timeout: float = 600.0  # seconds for one answer
     max_retries: int = 5
     keeps_answers: bool = True  # so that a repeated command asks only for the others
+    temporary: tuple[int, ...] = TEMPORARY  # statuses after which a request is repeated
 
     def __post_init__(self):
         if not _is_plain(self.url):
@@ -131,6 +132,11 @@ class EngineClient:
         self.post_all(path, [body], lambda number, reply: replies.append(reply))
         return replies[0]
 
+    def probe(self, path: str, body: Any) -> Reply:
+        """Post what a server may not support; a status 500 is then its refusal, too."""
+        statuses = tuple(status for status in self.temporary if status != 500)
+        return replace(self, temporary=statuses).post(path, body)
+
     async def _with_client(self, ask: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
         key, parts = _key(), urlsplit(self.url)
         if not re.fullmatch(r"[!-~]*", key):
@@ -166,7 +172,7 @@ class EngineClient:
 
     def _reply(self, response: httpx2.Response, body: Any) -> Reply:
         status = response.status_code
-        if status in TEMPORARY:
+        if status in self.temporary:
             error = FailingError(f"status {status}: {_message(response)}")
             after = response.headers.get("retry-after", "")
             error.retry_after = float(after) if after.isdecimal() else None
