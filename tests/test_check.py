@@ -19,6 +19,7 @@ from farspan.cli import app
 from farspan.errors import FarspanError
 from farspan.evals.agreement import Agreement, Continuation, compare_continuations, compare_losses
 from farspan.evals.engine import Engine
+from farspan.workflows import check as check_workflow
 from farspan.workflows.check import CheckResult, _compared_by, _kept_lengths, _sure_tokens
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -137,6 +138,45 @@ def test_llama_cpp_runs_a_gguf_file(patch, tmp_path):
     farspan.export(patch, tmp_path / "gguf", "gguf")
     result = farspan.check(patch, tmp_path / "gguf" / "model.gguf", length=256)
     assert (result.agreement.verdict, result.by) == ("equal", "greedy continuations")
+    assert result.runtime == "llama.cpp"
+
+
+@pytest.mark.long
+def test_a_gguf_file_without_llama_cpp_says_what_ran_it(tmp_path, monkeypatch):
+    """Its bits are those of transformers, which says nothing about llama.cpp."""
+    pytest.importorskip("gguf")
+    monkeypatch.setattr(check_workflow, "has_llama", lambda: False)
+    farspan.export("rope-twin", tmp_path / "gguf", "gguf")
+    file = tmp_path / "gguf" / "model.gguf"
+    arguments = ["check", "rope-twin", "--engine", str(file), "--length", "128"]
+    result = CliRunner().invoke(app, arguments)
+    sentence = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "model.gguf in transformers are those of rope-twin up to 128 tokens" in sentence
+    assert sentence.endswith("; llama.cpp was not asked, which needs xllamacpp")
+    content = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert content["runtime"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("engine", "llama", "runtime"),
+    [
+        ("http://localhost:8000/v1", True, "a server"),
+        ("model.gguf", True, "llama.cpp"),
+        ("model.gguf", False, "transformers"),
+        ("rope-twin", True, "transformers"),
+        ("swan-twin", True, "farspan"),
+    ],
+)
+def test_the_sentence_names_what_computes_an_engine(engine, llama, runtime, monkeypatch):
+    monkeypatch.setattr(check_workflow, "has_llama", lambda: llama)
+    assert check_workflow._runtime(engine) == runtime
+    result = CheckResult("m", engine, "log-probabilities", 640, Agreement("equal"), True, runtime)
+    place = "" if runtime == "a server" else f" in {runtime}"
+    assert f"the log-probabilities of {engine}{place} are those of m" in result.sentence
+    assert ("llama.cpp was not asked" in result.sentence) == (
+        (engine, runtime) == ("model.gguf", "transformers")
+    )
 
 
 def test_a_difference_starts_at_a_position():
@@ -210,7 +250,7 @@ def test_continuations_are_compared_as_far_as_they_are_sure():
 
 def test_the_sentence_names_the_position():
     agreement = Agreement("different", 513, 2, 0.05)
-    sentence = CheckResult("m", "e", "log-probabilities", 640, agreement, True).sentence
+    sentence = CheckResult("m", "e", "log-probabilities", 640, agreement, True, "a server").sentence
     assert "differ from those of m from position 513 on, to 2 nats (allowed 0.05)" in sentence
 
 

@@ -154,7 +154,7 @@ def results(model, tmp_path_factory) -> list[Summarized]:
         ExtendEstimate(("uniform",), {"search": 10}, (), "quick", {"uniform": 3.0}, 9.0),
         make_evaluation(),
         ExportResult(Path("out"), "stock", 1000, {}),
-        CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, False),
+        CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, False, "a server"),
         CompareResult("a", make_compared(), (), Path("compare.md")),
         PretrainEstimate(100, 10**9, 6e14, 0.5, 0.25, None, 4.4e10),
         PretrainResult(make_run(tmp_path_factory.mktemp("run")) / "model", 100, 3.2, False),
@@ -207,7 +207,7 @@ def test_the_page_of_the_api_has_every_public_name_and_result():
 
 def test_results_say_what_they_hold():
     agreement = Agreement("equal", None, 0.0, 0.1)
-    checked = CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, True)
+    checked = CheckResult("tiny", "http://x", "log-probabilities", 128, agreement, True, "a server")
     assert checked.facts()["verdict"] == checked.sentence
     assert " ".join(repr(checked).split()).endswith(checked.sentence), "wrapped, not cut"
     scores = (

@@ -41,6 +41,7 @@ from farspan.loading import (
     LoadOptions,
     check_source,
     find_patch,
+    is_patch,
     load,
     load_base,
     resolve_device,
@@ -56,6 +57,7 @@ PROMPTS = 32  # lengths of greedy continuations
 NEW_TOKENS = 8  # of each continuation
 MOVED = 16  # tokens by which a prompt may become shorter, so that a server reads the same tokens
 SURE = 0.1  # nats between the two likeliest tokens, from which on rounding changes no token
+SERVER, LLAMA, TRANSFORMERS, FARSPAN = "a server", "llama.cpp", "transformers", "farspan"
 LOSSES, CONTINUATIONS = "log-probabilities", "greedy continuations"
 
 
@@ -69,6 +71,7 @@ class CheckResult(Summarized):
     length: int  # tokens of the text
     agreement: Agreement
     has_base: bool
+    runtime: str  # a server, llama.cpp, transformers or farspan
 
     @property
     def holds(self) -> bool:
@@ -77,6 +80,8 @@ class CheckResult(Summarized):
     @property
     def sentence(self) -> str:
         agreement, subject = self.agreement, f"the {self.by} of {self.engine}"
+        if self.runtime != SERVER:
+            subject += f" in {self.runtime}"
         measured = ""
         if agreement.difference is not None:
             measured = f", to {agreement.difference:.2g} nats (allowed {agreement.tolerance:.2g})"
@@ -84,8 +89,10 @@ class CheckResult(Summarized):
             measured = " (it returns no log-probabilities of prompts)"
         if self.holds:
             applied = ": it applies the patch" if self.has_base else ""
+            unasked = Path(self.engine).suffix == ".gguf" and self.runtime == TRANSFORMERS
             return (
                 f"{subject} are those of {self.model} up to {self.length} tokens{measured}{applied}"
+                + "; llama.cpp was not asked, which needs xllamacpp" * unasked
             )
         if agreement.verdict == DIFFERENT:
             at = "in a prompt of" if self.by == CONTINUATIONS else "from position"
@@ -176,7 +183,9 @@ def check(
         if by_continuations
         else compare_losses(other, here, base, tolerance)
     )
-    return CheckResult(str(model), str(engine), by, len(ids), agreement, patch is not None)
+    return CheckResult(
+        str(model), str(engine), by, len(ids), agreement, patch is not None, _runtime(engine)
+    )
 
 
 def _check_engine(engine: str | Path, served_model: str, trust_remote_code: bool) -> None:
@@ -204,6 +213,15 @@ def _compared_by(server: Engine | None, engine: str | Path, tolerance: float | N
 def _is_llama(engine: str | Path) -> bool:
     """Whether llama.cpp runs it; without llama.cpp, transformers dequantizes a .gguf file."""
     return Path(engine).suffix == ".gguf" and has_llama()
+
+
+def _runtime(engine: str | Path) -> str:
+    """What computes it."""
+    if is_url(engine):
+        return SERVER
+    if _is_llama(engine):
+        return LLAMA
+    return FARSPAN if is_patch(engine) else TRANSFORMERS
 
 
 def _load_base(folder: Path, patch: Patch, options: LoadOptions) -> PreTrainedModel:
