@@ -6,15 +6,20 @@ import base64
 import gzip
 import json
 import re
+import uuid
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from farspan.evals.answers import text_around
+from farspan.evals.needle import haystack_sentences
+from farspan.evals.ruler_tasks import TASKS
 from farspan.evals.ruler_words import ADJECTIVES, NOUNS
 from farspan.report import samples
 from farspan.report.page import Run, page
 from farspan.report.samples import COLUMNS, LONGEST_TEXT
+from farspan.workflows.report import _plotly
 
 WORDS = [*ADJECTIVES.split(), *NOUNS.split()]
 
@@ -93,6 +98,64 @@ def random_needles(count: int) -> list[dict]:
     ]
 
 
+def realistic_samples(count: int) -> list[dict]:
+    """Of 13 tasks at six lengths: English around a UUID, which is the answer, and behind it."""
+    essay, rng = " ".join(haystack_sentences("python-docs", 8192)), np.random.default_rng(0)
+
+    def text(characters: int) -> str:
+        start = int(rng.integers(len(essay) - characters))
+        return essay[start : start + characters]
+
+    rows = []
+    for number in range(count):
+        answer = str(uuid.UUID(bytes=rng.bytes(16)))
+        rows.append(
+            needle(
+                number,
+                task=TASKS[number * len(TASKS) // count],  # one after the other, as in a file
+                length=4096 * 2 ** (number % 6),
+                depths=[round(rng.random(), 4)],
+                question=f"What is the special magic uuid for {text(12)}?",
+                around=f"…{text(60)} {answer} {text(110)}…",
+                prediction=f" {answer}. {text(300)}",
+                answers=[answer],
+                score=float(rng.integers(2)),
+            )
+        )
+    return rows
+
+
+@pytest.mark.long
+def test_a_page_of_8_mb_holds_10_000_realistic_samples():
+    pytest.importorskip("plotly")
+    run = Run("run", {"command": "eval", "scores": []}, samples=realistic_samples(10_000))
+    text = page([run], _plotly())
+    assert "<summary>run: 10,000 samples</summary>" in text
+    assert 4_500_000 < len(text.encode()) < 5_000_000, "as docs/eval.md says"
+    assert len(_plotly()) + samples.PACKED < 7_500_000, "and half a MB for charts"
+
+
+def test_runs_and_tasks_share_the_room_of_a_page(monkeypatch):
+    """With too many samples, each of two runs shows as many of every task at every length."""
+    monkeypatch.setattr(samples, "MOST", 2 * 2 * 78)
+    rows = realistic_samples(1100)
+    first, second, third = unpacked(written(rows, rows[:30], rows))
+    assert [len(each["task"]) for each in (first, second, third)] == [141, 30, 141]
+    for columns in (first, third):
+        counts = Counter(zip(columns["task"], columns["length"], strict=True))
+        assert len(counts) == 13 * 6
+        assert {*counts.values()} <= {1, 2}
+    order = [*dict.fromkeys(first["task"])]
+    assert order == [*TASKS], "in the order of the file"
+
+
+def test_a_few_of_many_samples_are_from_the_whole_file():
+    rows = [["m", "t", 256, depth] for depth in range(100)]
+    assert [row[3] for row in samples.spread(rows, 4)] == [12, 37, 62, 87]
+    assert samples.spread(rows, 100) == rows
+    assert samples.spread(rows, 0) == []
+
+
 def test_samples_stay_within_their_share_of_the_page(monkeypatch):
     monkeypatch.setattr(samples, "MOST", 300)
     text = written(random_needles(305))
@@ -103,6 +166,7 @@ def test_samples_stay_within_their_share_of_the_page(monkeypatch):
     text = written(first, second)
     shown = [len(columns["task"]) for columns in unpacked(text)]
     assert shown[0] + shown[1] < 300
+    assert 0.7 < shown[0] / shown[1] < 1.4, "in equal parts"
     packs = re.findall('<script type="application/gzip">(.*?)</script>', text)
     assert 0.9 * room < sum(map(len, packs)) < room + 200, "an empty table takes 200"
     assert f"{200 - shown[0]} more are in its folder" in text
@@ -120,7 +184,7 @@ def test_runs_for_which_no_room_is_left_are_packed_twice(monkeypatch):
     monkeypatch.setattr(samples, "pack", counting_pack)
     monkeypatch.setattr(samples, "PACKED", 1)
     list(samples.samples_table({str(number): [needle(7)] * 100 for number in range(6)}))
-    assert packed_rows == [100, 0] * 6
+    assert packed_rows == [100] * 6 + [0] * 6
 
 
 @pytest.mark.parametrize(

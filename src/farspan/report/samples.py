@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MOST = 10_000  # of a page; the rest stays in samples/*.jsonl
-PACKED = 1_900_000  # characters of all packed samples: with plotly's script a page is below 4 MB
+PACKED = 5_500_000  # characters of all packed samples: with plotly's script a page is below 8 MB
 LONGEST_TEXT = 240  # characters of an answer, a question and the text around a needle
 COLUMNS = (
     "model",
@@ -31,24 +31,62 @@ Sample = Mapping[str, Any]
 
 
 def samples_table(runs: Mapping[str, Sequence[Sample]]) -> Iterator[str]:
-    """For each run with answers a table that is filled when it is opened."""
-    room, characters = MOST, PACKED
-    for name, samples in runs.items():
-        rows = [row for sample in samples if (row := sample_row(sample)) is not None]
-        if not rows:
-            continue
-        shown = rows[:room]
-        while len(packed := pack(shown)) > characters and shown:
-            # empty tables take room too, so that none may be left for the next ones
-            shown = shown[: int(0.98 * len(shown) * max(0, characters) / len(packed))]
-        room, characters = room - len(shown), characters - len(packed)
-        left_out = len(rows) - len(shown)
+    """For each run with answers a table that is filled when it is opened.
+
+    Runs share the room of the page; a run with too many samples shows as many of each task and
+    length.
+    """
+    all_rows = [
+        [row for sample in samples if (row := sample_row(sample)) is not None]
+        for samples in runs.values()
+    ]
+    names = [name for name, rows in zip(runs, all_rows, strict=True) if rows]
+    tables = [rows for rows in all_rows if rows]
+    shown = [
+        spread(rows, room)
+        for rows, room in zip(tables, fair_shares([*map(len, tables)], MOST), strict=True)
+    ]
+    packs = [pack(rows) for rows in shown]
+    for number, limit in enumerate(fair_shares([*map(len, packs)], PACKED)):
+        while len(packs[number]) > limit and shown[number]:
+            count = int(0.98 * len(shown[number]) * limit / len(packs[number]))
+            shown[number] = spread(tables[number], count)
+            packs[number] = pack(shown[number])
+    for name, rows, few, packed in zip(names, tables, shown, packs, strict=True):
+        left_out = len(rows) - len(few)
         note = f"; {left_out:,} more are in its folder" if left_out else ""
-        title = html.escape(f"{name}: {len(shown):,} samples{note}")
+        title = html.escape(f"{name}: {len(few):,} samples{note}")
         yield (
             f'<details class="samples"><summary>{title}</summary>'
             f'<script type="application/gzip">{packed}</script></details>'
         )
+
+
+def fair_shares(wanted: Sequence[int], room: int) -> list[int]:
+    """What each gets of a room: what it wants, or as much as any other.
+
+    >>> fair_shares([10, 1, 10], 9)
+    [4, 1, 4]
+    """
+    shares = [0] * len(wanted)
+    smallest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for place, number in enumerate(smallest_first):
+        shares[number] = min(wanted[number], room // (len(wanted) - place))
+        room -= shares[number]
+    return shares
+
+
+def spread(rows: Sequence[list[Any]], count: int) -> list[list[Any]]:
+    """`count` rows in their order: as many of each model, task and length, evenly among these."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(tuple(row[:3]), []).append(place)
+    chosen: list[int] = []
+    shares = fair_shares([*map(len, groups.values())], count)
+    for places, share in zip(groups.values(), shares, strict=True):
+        middles = ((2 * number + 1) * len(places) // (2 * share) for number in range(share))
+        chosen += (places[middle] for middle in middles)
+    return [rows[place] for place in sorted(chosen)]
 
 
 def sample_row(sample: Sample) -> list[Any] | None:
