@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 
 import pytest
 
@@ -30,3 +31,15 @@ def without_figures(monkeypatch):
     from farspan.report import style
 
     monkeypatch.setattr(style, "save", lambda figure, stem: None)
+
+
+@pytest.fixture
+def only_loopback(monkeypatch):
+    """For tests with servers: no request leaves this machine."""
+    connect = socket.socket.connect
+
+    def checked(self, address):
+        assert address[0] in ("127.0.0.1", "::1", "localhost"), address
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", checked)

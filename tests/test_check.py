@@ -22,6 +22,8 @@ from farspan.evals.engine import Engine
 from farspan.workflows import check as check_workflow
 from farspan.workflows.check import CheckResult, _compared_by, _kept_lengths, _sure_tokens
 
+pytestmark = pytest.mark.usefixtures("only_loopback")
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LENGTH = 640
 

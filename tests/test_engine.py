@@ -42,22 +42,15 @@ from farspan.train.metadata import begin_of_text
 from farspan.workflows import evaluate as evaluate_workflow
 from farspan.workflows.evaluate_engine import connect_eval_model
 
-pytestmark = pytest.mark.usefixtures("without_figures")
+pytestmark = pytest.mark.usefixtures("without_figures", "only_loopback")
 
 KEY = "sk-a-key-that-nobody-may-read"
 TWIN = str(BUNDLED_MODELS / "nope-twin")
 
 
 @pytest.fixture(autouse=True)
-def _only_loopback(monkeypatch):
-    """No request leaves this machine, no attempt waits long, and nothing is drawn."""
-    connect = socket.socket.connect
-
-    def checked(self, address):
-        assert address[0] in ("127.0.0.1", "::1", "localhost"), address
-        return connect(self, address)
-
-    monkeypatch.setattr(socket.socket, "connect", checked)
+def _quick_and_with_a_key(monkeypatch):
+    """No attempt waits long, and nothing is drawn."""
     monkeypatch.setattr(engine_http, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(evaluate_workflow.figures, "evaluation_figures", lambda result: {})
     monkeypatch.setenv("OPENAI_API_KEY", KEY)

@@ -23,7 +23,7 @@ from farspan.evals.nonliteral import (
     first_name,
 )
 
-pytestmark = pytest.mark.usefixtures("without_figures")
+pytestmark = pytest.mark.usefixtures("without_figures", "only_loopback")
 
 TWIN = BUNDLED_MODELS / "nope-twin"
 COMMON_WORDS = "a an the and of in on at to by for with from is as that who her its all"
