@@ -20,7 +20,7 @@ from farspan.evals.passkey import Passkey
 from farspan.evals.perplexity import Perplexity, Text
 from farspan.evals.results import EvalResult
 from farspan.evals.ruler import Ruler
-from farspan.evals.scores import bootstrap
+from farspan.evals.scores import Score, bootstrap, matching_score
 from farspan.loading import load
 from farspan.report import comparison
 from farspan.report.comparison import ComparedScore
@@ -510,3 +510,14 @@ def test_differences_have_the_unit_of_the_scores(name):
     if name in ("needle", "ruler"):
         scored = {"needle": Needle((256,)), "ruler": Ruler((256,), ("vt",))}[name]
         assert difference == scored.score(own)[0].value - scored.score(other)[0].value
+
+
+def test_the_ratio_to_a_baseline_is_that_of_the_same_solved_tasks():
+    def score(tags):
+        named = {"task": "average", **tags}
+        return Score("nonliteral", "recall", 256, 0.5, 0.4, 0.6, 10, named)
+
+    one, both = score({"task_names": ["place"]}), score({"task_names": ["place", "work"]})
+    assert matching_score(both, [one, both]) is both
+    assert matching_score(both, [one]) is None
+    assert matching_score(both, [score({**both.tags, "unsolved": True})]) is None

@@ -53,12 +53,23 @@ class Score:
 
 
 def matching_score(score: Score, others: Sequence[Score]) -> Score | None:
-    """The same measurement of another model, or None."""
+    """The same measurement of another model, or None.
 
-    def identity(candidate: Score) -> tuple[ScoreKey, Any]:
-        return candidate.key, candidate.tags.get("depth")
+    A task that the other does not solve in short texts is no measure of its context.
+    """
 
-    return next((other for other in others if identity(other) == identity(score)), None)
+    def identity(candidate: Score) -> tuple[ScoreKey, Any, tuple[str, ...]]:
+        tasks = tuple(candidate.tags.get("task_names", ()))  # of an average
+        return candidate.key, candidate.tags.get("depth"), tasks
+
+    return next(
+        (
+            other
+            for other in others
+            if identity(other) == identity(score) and not other.tags.get("unsolved")
+        ),
+        None,
+    )
 
 
 class Eval(Protocol):

@@ -110,10 +110,7 @@ def evaluate(
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
     baseline_position = None if baseline is None else _position(baseline, model, position)
-    if is_url(baseline):  # refused before the model is measured
-        connect_eval_model(str(baseline), run.config, bos, options)
-    elif baseline is not None:
-        check_source(baseline, position=baseline_position, trust_remote_code=trust_remote_code)
+    run.check_baseline(baseline, {**options, "position": baseline_position})
     run = run.with_models(model, baseline, trust_remote_code)
     measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
     if baseline is not None:
@@ -211,6 +208,14 @@ class _EvalRun:
         check_results_folder(out, "eval")
         _check_suite(out, name)
         return cls(name, suite, config, texts, parsed, out, progress, say, bos)
+
+    def check_baseline(self, baseline: str | Path | None, options: LoadOptions) -> None:
+        """Refuse a baseline that cannot be measured, before the model is."""
+        if is_url(baseline):
+            connect_eval_model(str(baseline), self.config, self.bos, options)
+        elif baseline is not None:
+            trust = options.get("trust_remote_code", False)
+            check_source(baseline, position=options.get("position"), trust_remote_code=trust)
 
     def with_models(
         self, model: str | Path, baseline: str | Path | None, trust_remote_code: bool
