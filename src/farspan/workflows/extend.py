@@ -29,6 +29,7 @@ from farspan.errors import FarspanError, ProofError
 from farspan.evals.passkey import passkey_accuracy, scored_documents
 from farspan.files import check_absent, file_name, new_folder, write_text
 from farspan.lengths import doublings, parse_length
+from farspan.loading import LoadOptions
 from farspan.methods.job import FitJob, loss_by_position
 from farspan.methods.registry import (
     TRAINED_METHODS,
@@ -52,7 +53,14 @@ from farspan.workflows.extend_estimate import (
     extension_stages,
     training_changes,
 )
-from farspan.workflows.extend_prepare import Data, ExtendRun, Prepared, make_run, prepare
+from farspan.workflows.extend_prepare import (
+    Data,
+    ExtendRun,
+    FitOptions,
+    Prepared,
+    make_run,
+    prepare,
+)
 from farspan.workflows.search_folder import CLAIM, check_output, search_folder, search_path
 
 if TYPE_CHECKING:
@@ -139,20 +147,17 @@ def extend(
     >>> result.after["loss@1024"] < result.before["loss@1024"]
     True
     """
-    given = (method, preset, recipe, overrides, position, bos, device, device_map)
-    run = make_run(model, *given, trust_remote_code, progress, say)
+    loading = LoadOptions(
+        position=position, device=device, device_map=device_map, trust_remote_code=trust_remote_code
+    )
+    options = FitOptions(method=method, preset=preset, recipe=recipe, overrides=overrides)
+    run = make_run(model, options, loading, bos=bos, progress=progress, say=say)
     to = parse_length(to)
     check_output(out := Path(out or f"{file_name(str(model))}-{to}"))
     prepared = prepare(run, data, to, train_length, out)
     job = prepared.job
     with search_folder(search_path(out), _search_claim(job, run)), _explained_memory(job, run):
-        check_absent(out)  # another process may have written it before this one got the lock
-        prepared = _announce(prepared)
-        result = _fit(prepared, out)
-        if processes().is_main_process:
-            result = _save(result, prepared)
-        processes().wait_for_everyone()
-    return result
+        return _fit_and_save(prepared, out)
 
 
 @accepts_model_objects
@@ -179,10 +184,23 @@ def estimate_extension(
     >>> farspan.workflows.extend.estimate_extension("rope-twin", 16_384, "swan").tokens
     31981568
     """
-    given = (method, preset, recipe, overrides, position, bos, device, device_map)
-    run = make_run(model, *given, trust_remote_code, progress, ignore)
+    loading = LoadOptions(
+        position=position, device=device, device_map=device_map, trust_remote_code=trust_remote_code
+    )
+    options = FitOptions(method=method, preset=preset, recipe=recipe, overrides=overrides)
+    run = make_run(model, options, loading, bos=bos, progress=progress, say=ignore)
     prepared = prepare(run, data, parse_length(to), train_length, Path("unused"))
     return _estimate(prepared)[0]
+
+
+def _fit_and_save(prepared: Prepared, out: Path) -> ExtendResult:
+    check_absent(out)  # another process may have written it before this one got the lock
+    prepared = _announce(prepared)
+    result = _fit(prepared, out)
+    if processes().is_main_process:
+        result = _save(result, prepared)
+    processes().wait_for_everyone()
+    return result
 
 
 def _announce(prepared: Prepared) -> Prepared:

@@ -18,9 +18,10 @@ from farspan.begin_of_text import BeginOfText, check_choice, decide_begin_of_tex
 from farspan.bundled import resolve_bundled
 from farspan.data.documents import check_text, read_documents
 from farspan.data.windows import Windows, cut_windows
-from farspan.device_map import DeviceMap, check_device_map
+from farspan.device_map import check_device_map
 from farspan.errors import FarspanError, first_line
 from farspan.loading import (
+    LoadOptions,
     base_source,
     check_device,
     find_patch,
@@ -65,6 +66,16 @@ SPLITS = ("search", "choose", "report")
 Data = str | Path | Mapping[str, str | Path]
 
 
+@dataclass(frozen=True)
+class FitOptions:
+    """What to fit, as the user wrote it."""
+
+    method: str
+    preset: str | None
+    recipe: ExtendConfig | str | Path | None
+    overrides: Sequence[str]
+
+
 @dataclass(frozen=True, eq=False)
 class ExtendRun:
     """What to extend, and with which methods."""
@@ -76,11 +87,8 @@ class ExtendRun:
     config: ExtendConfig
     preset: str | None  # None: a recipe
     overrides: tuple[str, ...]
-    position: str | None
+    loading: LoadOptions
     bos: str
-    device: str
-    device_map: DeviceMap | None
-    trust_remote_code: bool
     progress: Progress
     say: Say
 
@@ -90,63 +98,45 @@ class ExtendRun:
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A fresh model."""
-        model, tokenizer = load_with_tokenizer(
-            self.source,
-            position=self.position,
-            device=None if self.device_map else self.device,
-            device_map=self.device_map,
-            trust_remote_code=self.trust_remote_code,
-            progress=self.progress,
-        )
+        model, tokenizer = load_with_tokenizer(self.source, **self.loading, progress=self.progress)
         searches_scales = bool({*SCALE_METHODS, "auto"} & set(self.names))
         return upcast_small_model(model) if searches_scales else model, tokenizer
 
 
 def make_run(
-    model: Any,
-    method: str,
-    preset: str | None,
-    recipe: ExtendConfig | str | Path | None,
-    overrides: Sequence[str],
-    position: str | None,
-    bos: str,
-    device: str | None,
-    device_map: DeviceMap | None,
-    trust_remote_code: bool,
-    progress: Progress,
-    say: Say,
+    model: Any, options: FitOptions, loading: LoadOptions, *, bos: str, progress: Progress, say: Say
 ) -> ExtendRun:
+    device, device_map = loading["device"], loading["device_map"]
     check_choice(bos)
     check_device_map(device_map, device)
     check_device(device)
-    names, device = parse_methods(method), device or str(processes().device)
-    preset = choose_preset(preset, recipe, device)
+    names, device = parse_methods(options.method), str(device or processes().device)
+    preset = choose_preset(options.preset, options.recipe, device)
     default = preset_config(preset)
-    config = read_extend_config(default if recipe is None else recipe, overrides)
+    recipe = default if options.recipe is None else options.recipe
+    config = read_extend_config(recipe, options.overrides)
     check_unused_settings(names, config, default)
     if device_map:
         problem = "a device map may keep on the disk"
         check_trains_no_weights(names, config, problem, "remove the device map")
     source, start = model, find_patch(model)
+    position = loading["position"]
     if start is not None:
         check_start(model, start, names)
         source = base_source(Path(resolve_bundled(model)), start)
         position = position or start.position
     return ExtendRun(
-        model,
-        source,
-        start,
-        names,
-        config,
-        preset,
-        tuple(overrides),
-        position,
-        bos,
-        device,
-        device_map,
-        trust_remote_code,
-        progress,
-        say,
+        model=model,
+        source=source,
+        start=start,
+        names=names,
+        config=config,
+        preset=preset,
+        overrides=tuple(options.overrides),
+        loading={**loading, "position": position, "device": None if device_map else device},
+        bos=bos,
+        progress=progress,
+        say=say,
     )
 
 
@@ -279,7 +269,7 @@ def _make_job(
         splits["search"].ids,
         splits["choose"].ids,
         name=str(run.model),
-        position=run.position,
+        position=run.loading["position"],
         seed=run.config.seed,
         folder=search_path(out),
         tokenizer=tokenizer,
