@@ -19,6 +19,7 @@ import pytest
 import rich.progress
 import torch
 from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
 import farspan
 from families import FAMILIES
@@ -27,6 +28,7 @@ from farspan.attention.layout import Layout
 from farspan.attention.patch import Patch
 from farspan.attention.scales import Scales
 from farspan.bundled import resolve_bundled
+from farspan.cli import app
 from farspan.data.documents import read_documents
 from farspan.diagnosis.curves import Curves
 from farspan.diagnosis.result import Diagnoses, Diagnosis
@@ -180,6 +182,43 @@ def test_every_result_is_short_and_becomes_json(results):
         assert page.startswith("<table>")
         assert "</table>" in page
         json.dumps(result.to_dict(), allow_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "result_class", "keys"),
+    [
+        (
+            "extend nope-twin --to 1k",
+            "extend.extend",
+            ExtendResult,
+            "patch before after folder cache_bytes notes",
+        ),
+        (
+            "extend nope-twin --to 1k --dry-run",
+            "extend.estimate_extension",
+            ExtendEstimate,
+            "methods text notes preset stages full_seconds tokens steps flops is_auto shortened_by "
+            "seconds",
+        ),
+        ("pretrain twin-nope", "pretrain.pretrain", PretrainResult, "model steps loss"),
+        (
+            "pretrain twin-nope --dry-run",
+            "pretrain.estimate",
+            PretrainEstimate,
+            "parameters tokens flops weights_gib activations_gib files_mb rate missing_text "
+            "seconds_at_least",
+        ),
+    ],
+)
+def test_a_command_prints_its_result_as_to_dict_has_it(
+    command, function, result_class, keys, results, monkeypatch
+):
+    (result,) = (each for each in results if type(each) is result_class)
+    monkeypatch.setattr(f"farspan.workflows.{function}", lambda *_, **__: result)
+    run = CliRunner().invoke(app, [*command.split(), "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout) == result.to_dict()
+    assert [*result.to_dict()] == keys.split()
 
 
 def result_classes() -> set[type]:

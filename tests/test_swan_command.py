@@ -501,6 +501,7 @@ def test_json_has_the_choice_the_cache_and_the_distilled_tokens(monkeypatch):
         run = CliRunner().invoke(app, ["extend", "rope-twin", "--to", "1k", "--json"])
     assert run.exit_code == 0, run.output
     printed = json.loads(captured.get() or run.stdout)
+    assert printed == result.to_dict()
     assert printed["choice"] == details["choice"]
     assert printed["distillation"] == details["distillation"]
     assert (printed["cache_bytes"], printed["notes"]) == (result.cache, ["a note"])

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from farspan.workflows.extend import ExtendEstimate, ExtendResult
 
 
-SWAN_DETAILS = ("choice", "distillation", "long_windows")  # of the record, in --json
-
 Target = Annotated[
     str, typer.Option("--to", metavar="LENGTH", help="Target length in tokens, e.g. 2048 or 16k.")
 ]
@@ -136,27 +134,14 @@ def extend_command(
         show_estimate(estimate, as_json)
         return
     if as_json:
-        details = extension.details
-        print_json(
-            {
-                "patch": extension.patch.describe(),
-                "before": extension.before,
-                "after": extension.after,
-                "folder": str(extension.folder),
-                "cache_bytes": extension.cache,
-                "notes": list(extension.notes),
-                **{key: details[key] for key in SWAN_DETAILS if key in details},
-            }
-        )
+        print_json(extension.to_dict())
     else:
         show_extension(extension)
 
 
 def show_estimate(estimate: ExtendEstimate, as_json: bool) -> None:
-    from dataclasses import asdict
-
     if as_json:
-        print_json({**asdict(estimate), "seconds": estimate.seconds})
+        print_json(estimate.to_dict())
         return
     facts = make_facts()
     if estimate.is_auto:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +58,7 @@ def pretrain_command(
     with stoppable("the progress of the run is saved"), bars() as progress:
         run = pretrain(recipe, overrides or [], out, progress=progress, say=note)
     if as_json:
-        print_json({"model": str(run.folder), "steps": run.steps, "loss": run.loss})
+        print_json(run.to_dict())
         return
     state = "was already trained" if run.already else "trained"
     print_line(
@@ -70,7 +69,7 @@ def pretrain_command(
 
 def show_estimate(recipe: str, estimate: PretrainEstimate, as_json: bool) -> None:
     if as_json:
-        print_json({**asdict(estimate), "seconds_at_least": estimate.seconds})
+        print_json(estimate.to_dict())
         return
     size = estimate.files_mb
     text = "text that was not found" if size is None else f"{size:,.0f} MB of files"

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TEXT = "python-docs/search"  # `farspan eval` scores the rest of it
 MANY_EPOCHS = 10  # of distillation, beyond which more text is advised
+SWAN_DETAILS = ("choice", "distillation", "long_windows")  # of the record, in --json
 PROOF_POSITIONS = 256  # at the end of a window, where every method has an effect
 
 
@@ -97,6 +98,17 @@ class ExtendResult(Plotted):
             "model": f"{base}, trained on {self.patch.train_length:,} tokens",
             **changes,
             "notes": "; ".join(self.notes),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "patch": self.patch.describe(),
+            "before": self.before,
+            "after": self.after,
+            "folder": str(self.folder),
+            "cache_bytes": self.cache,
+            "notes": list(self.notes),
+            **{key: self.details[key] for key in SWAN_DETAILS if key in self.details},
         }
 
 

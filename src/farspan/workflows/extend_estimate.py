@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -211,3 +212,6 @@ class ExtendEstimate(Summarized):
         shown = "; ".join(filter(None, parts))
         seconds = f"at most about {format_duration(self.seconds)}"
         return f"{seconds} ({shown})" if shown else seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": self.seconds}

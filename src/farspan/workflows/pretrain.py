@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,9 @@ class PretrainEstimate(Summarized):
             "text": "not found" if size is None else f"{size:,.0f} MB of files",
         }
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds_at_least": self.seconds}
+
 
 def estimate(recipe: PretrainConfig) -> PretrainEstimate:
     config = recipe.config()
@@ -166,6 +169,9 @@ class PretrainResult(Plotted):
     steps: int
     loss: float  # mean over the last steps
     already: bool  # it was finished before this call
+
+    def to_json(self) -> dict[str, Any]:
+        return {"model": str(self.folder), "steps": self.steps, "loss": self.loss}
 
 
 @draw.register
