@@ -277,6 +277,20 @@ def test_nested_blocks_restore_observers_backend_and_scales():
     )
 
 
+def test_scales_of_a_block_end_with_it():
+    model = FAMILIES[0].build()
+    expected = model(tokens()).logits
+    with pytest.raises(ZeroDivisionError), seam.scaled(model, scales_for(model)):
+        scaled = model(tokens()).logits
+        with seam.scaled(model, None):
+            assert torch.equal(model(tokens()).logits, scaled)
+        assert torch.equal(model(tokens()).logits, scaled), "no scales to begin or to end"
+        _ = 1 / 0
+    assert not torch.equal(scaled, expected)
+    assert torch.equal(model(tokens()).logits, expected)
+    assert not seam.installed(model)
+
+
 def test_probe_and_install_keep_training_modes_and_random_state():
     model = FAMILIES[0].build().train()
     model.model.layers[1].eval()

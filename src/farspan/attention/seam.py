@@ -66,6 +66,19 @@ def install(model: PreTrainedModel, scales: Scales | None = None) -> PreTrainedM
     return model
 
 
+@contextmanager
+def scaled(model: PreTrainedModel, scales: Scales | None) -> Iterator[None]:
+    """Run a block with these scales, after which the model has none; without them, as it is."""
+    if scales is None:
+        yield
+        return
+    install(model, scales)
+    try:
+        yield
+    finally:
+        remove_scales(model)
+
+
 def _states(model: PreTrainedModel, calls: list[Call]) -> Iterator[tuple[Call, SeamState]]:
     """Put the model on the seam: the state of each attention module, with its recorded call."""
     if not installed(model):

@@ -99,7 +99,8 @@ def fold(model: PreTrainedModel, scales: Scales, tokens: Tensor | None = None) -
         raise FarspanError("the model is on the seam already; call seam.uninstall before folding")
     seam.check_scales_fit(scales, seam.attention_calls(model))
     tokens = random_tokens(model) if tokens is None else tokens
-    live = _live_logits(model, scales, tokens)
+    with seam.scaled(model, scales):
+        live = logits(model, tokens)
     before: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for parameter, folded in _folded_weights(model, scales):
@@ -396,11 +397,3 @@ def logits(model: PreTrainedModel, tokens: Tensor, keep: int = 0) -> Tensor:
     options = {"logits_to_keep": keep} if keep else {}
     with seam.eval_mode(model):
         return model(input_ids=tokens, use_cache=False, **options).logits[:, -keep:]
-
-
-def _live_logits(model: PreTrainedModel, scales: Scales, tokens: Tensor) -> Tensor:
-    seam.install(model, scales)
-    try:
-        return logits(model, tokens)
-    finally:
-        seam.uninstall(model)

@@ -471,8 +471,7 @@ def optimize_scales(
         chosen = f", on the choose split {validations[-1]:.4f}" if validations else ""
         advance(1, f"loss {metrics.loss:.4f}{chosen}, {extremes}")
 
-    seam.install(model, scaled.scales)
-    try:
+    with seam.scaled(model, scaled.scales):
         if model.device.type == "cuda" and model.dtype == torch.float32:
             with seam.frozen(model):
                 scaled.use_bf16 = scaled.bf16_is_accurate(job.search[:1].to(model.device))
@@ -482,8 +481,6 @@ def optimize_scales(
             job.checkpoint_dir(f"{method}-lr{lr:g}") as folder,
         ):
             result = train(task, steps, folder, on_step)
-    finally:
-        seam.remove_scales(model)
     job.details.setdefault("searches", []).append(_describe(method, lr, plan, result))
     advance(0, job.details["searches"][-1]["end"])
     scales = scaled.scales

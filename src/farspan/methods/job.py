@@ -197,11 +197,8 @@ def loss_by_position(model: PreTrainedModel, windows: Tensor, batch: int = 4) ->
 
 def scaled_loss(model: PreTrainedModel, windows: Tensor, scales: Scales) -> float:
     """The mean loss over whole windows with these scales, which are removed afterwards."""
-    seam.install(model, scales)
-    try:
+    with seam.scaled(model, scales):
         return float(loss_by_position(model, windows).mean())
-    finally:
-        seam.remove_scales(model)
 
 
 def lowest_loss(losses: Mapping[Name, float]) -> Name:

@@ -539,8 +539,6 @@ def _patched(model: PreTrainedModel, patch: Patch) -> Iterator[None]:
         if patch.layout is not None:
             set_layout(model, patch.layout)
             stack.callback(seam.remove_layout, model)
-        if patch.scales is not None:
-            seam.install(model, patch.scales)
-            stack.callback(seam.remove_scales, model)
+        stack.enter_context(seam.scaled(model, patch.scales))
         stack.enter_context(weights_override(model, patch.weights or {}))
         yield

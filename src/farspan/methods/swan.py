@@ -271,11 +271,8 @@ def _sharpen(
         return Scales(tuple(layers), table, slopes, "log", job.train_length)
 
     for slope in SLOPES:
-        seam.install(model, scales_with(slope))
-        try:
+        with seam.scaled(model, scales_with(slope)):
             by_token = [token_losses(model, row[None].to(model.device))[0].cpu() for row in ids]
-        finally:
-            seam.remove_scales(model)
         by_row = torch.stack(by_token)
         losses[slope] = by_row[~known[:, 1:]].mean().item(), by_row[known[:, 1:]].mean().item()
         advance(1, "slope {:g}: loss {:.4f}, repeated tokens {:.4f}".format(slope, *losses[slope]))

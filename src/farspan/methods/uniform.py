@@ -51,13 +51,10 @@ def full_grid(
     values = np.arange(round(low / STEP), round(high / STEP) + 1) / round(1 / STEP)
     advance = job.progress("grid", len(values))
     rows = []
-    try:
-        for value in values:
-            seam.install(model, job.uniform(float(value)))
+    for value in values:
+        with seam.scaled(model, job.uniform(float(value))):
             rows.append(_losses_by_bin(model, windows, bins))
-            advance(1, f"λ̂ {value:g}")
-    finally:
-        seam.remove_scales(model)
+        advance(1, f"λ̂ {value:g}")
     losses = np.array(rows)  # [S, W, bins]
     length = windows.shape[1]
     positions = (np.arange(bins) + 0.5) * length / bins

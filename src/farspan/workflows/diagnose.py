@@ -225,26 +225,21 @@ def _diagnose_scale(
     model, longest = subject.model, cut.ids.shape[1]
     label = subject.name if value is None else f"{subject.name} λ̂={value:g}"
     layers = probe_or_none(model) if value is None else probe(model)
+    scales = None
     if value is not None and layers is not None:
-        seam.install(
-            model, Scales.uniform(value, [layer.index for layer in layers], most_heads(layers))
-        )
+        scales = Scales.uniform(value, [layer.index for layer in layers], most_heads(layers))
     # Bins narrow enough for a trend inside the train length, and wide enough to average noise.
     bins = max(MIN_BINS, round(BINS_INSIDE * longest / train_length))
     advance = progress(label, len(cut.ids))
-    try:
-        with _model_errors(subject.source, longest):
-            curves = measure_curves(
-                model,
-                cut.ids,
-                bins=bins,
-                entropy=layers is not None,
-                name=label,
-                after_window=advance,
-            )
-    finally:
-        if value is not None:
-            seam.remove_scales(model)
+    with seam.scaled(model, scales), _model_errors(subject.source, longest):
+        curves = measure_curves(
+            model,
+            cut.ids,
+            bins=bins,
+            entropy=layers is not None,
+            name=label,
+            after_window=advance,
+        )
     patch = find_patch(subject.source)
     windowed = frozenset(
         layer.index for layer in layers or () if layer.window and layer.window < train_length

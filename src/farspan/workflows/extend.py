@@ -20,7 +20,6 @@ from farspan.attention.model_facts import cache_bytes
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.rope import reset_dynamic_rope
-from farspan.attention.scales import Scales
 from farspan.batching import out_of_memory
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap
@@ -320,7 +319,7 @@ def _fit(prepared: Prepared, out: Path) -> ExtendResult:
     """Measure, fit, measure again. The model ends up patched; the proof is still missing."""
     run, model, job = prepared.run, prepared.model, prepared.job
     report = prepared.splits["report"].ids
-    with _scaled(model, job.start):
+    with seam.scaled(model, job.start):
         before, base_curve = _measure(model, prepared.tokenizer, report, job, run.config, "before")
         check_losses(model, torch.from_numpy(base_curve), job.name)
     start = run.start and replace(run.start, scales=None)
@@ -344,17 +343,6 @@ def _fit(prepared: Prepared, out: Path) -> ExtendResult:
         notes=(*prepared.notes, *notes, *_warnings(before, after, job.target)),
         details=job.details,
     )
-
-
-@contextmanager
-def _scaled(model: PreTrainedModel, scales: Scales | None) -> Iterator[None]:
-    """Run a block with these scales."""
-    if scales is not None:
-        seam.install(model, scales)
-    try:
-        yield
-    finally:
-        seam.remove_scales(model)
 
 
 def _cache_sizes(

@@ -64,14 +64,10 @@ class Speed:
 def _seconds_of_gradient(model: PreTrainedModel, job: FitJob) -> float:
     """Of a pass with the gradient of scales, as a search takes it."""
     scaled, ids = ScaledModel(model, job.uniform(1.0)), measured_part(model, job.search[:1])
-    seam.install(model, scaled.scales)
-    try:
-        with seam.frozen(model):
-            return fastest_run(
-                model.device, lambda: torch.autograd.grad(scaled(ids), [*scaled.parameters()])
-            )
-    finally:
-        seam.remove_scales(model)
+    with seam.scaled(model, scaled.scales), seam.frozen(model):
+        return fastest_run(
+            model.device, lambda: torch.autograd.grad(scaled(ids), [*scaled.parameters()])
+        )
 
 
 def extension_stages(
