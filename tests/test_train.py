@@ -653,7 +653,7 @@ def test_learning_rate_schedules():
     for wrong in ({"optimizer": "sgd"}, {"schedule": "step"}, {"decay": 2.0}, {"beta2": 2.0}):
         with pytest.raises(FarspanError, match="choose"):
             OptimizerConfig(**wrong)
-    with pytest.raises(FarspanError, match="lr is -1; it must not be negative"):
+    with pytest.raises(FarspanError, match="lr is -1; choose 0 or more"):
         OptimizerConfig(lr=-1.0)
 
 

@@ -24,6 +24,7 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import BASES, RelativeScales, Scales
+from farspan.checks import check_least, check_shares
 from farspan.data.passkey import PasskeyDocuments, train_key
 from farspan.data.recall import SPAN_SIZES, recall_rows
 from farspan.errors import FarspanError
@@ -93,35 +94,21 @@ class SearchConfig:
     save_every: int = 50
 
     def __post_init__(self):
-        for name, least in (
-            ("steps", 0),
-            ("max_steps", 1),
-            ("batch", 1),
-            ("micro_batch", 0),
-            ("save_every", 1),
-        ):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise FarspanError(f"search.{name} is {value}; choose {least} or more")
+        settings = ("steps", "micro_batch", "min_gain", "warmup", "answers", "tail")
+        check_least(self, 0, *settings, part="search.")
+        check_least(self, 1, "max_steps", "batch", "save_every", part="search.")
+        check_shares(self, "repeats", "passkeys", part="search.")
         if self.lr is not None and (not self.lr or min(self.lr) <= 0):
             raise FarspanError(
                 f"search.lr is {list(self.lr)}; choose one or more learning rates above 0"
             )
-        if self.min_gain is not None and self.min_gain < 0:
-            raise FarspanError(f"search.min_gain is {self.min_gain:g}; choose 0 or more nats")
         if not 1 <= self.beyond <= 2:
             raise FarspanError(f"search.beyond is {self.beyond:g}; choose a factor from 1 to 2")
-        shares = {"repeats": self.repeats or 0.0, "passkeys": self.passkeys or 0.0}
-        for name, share in shares.items():
-            if not 0 <= share <= 1:
-                raise FarspanError(f"search.{name} is {share:g}; choose a share from 0 to 1")
-        if sum(shares.values()) > 1:
+        if (self.repeats or 0) + (self.passkeys or 0) > 1:
             raise FarspanError(
                 f"search.repeats is {self.repeats:g} and search.passkeys {self.passkeys:g}; "
                 "choose shares of one whole: together at most 1"
             )
-        for name in ("answers", "tail"):
-            if (weight := getattr(self, name)) is not None and weight < 0:
-                raise FarspanError(f"search.{name} is {weight:g}; choose 0 or more")
         if len(self.spans) != 2 or not 2 <= self.spans[0] < self.spans[1]:
             raise FarspanError(
                 f"search.spans is {list(self.spans)}; choose two lengths in tokens, the first 2 or "
@@ -133,10 +120,8 @@ class SearchConfig:
                     f"search.init is {list(self.init)}; choose one scale above 0 for each scaled "
                     "layer, or one number"
                 )
-        elif self.init < 0:
-            raise FarspanError(f"search.init is {self.init:g}; choose 0 or more")
-        if (self.warmup or 0) < 0:
-            raise FarspanError(f"search.warmup is {self.warmup}; choose 0 or more")
+        else:
+            check_least(self, 0, "init", part="search.")
 
     @property
     def most_windows(self) -> int:

@@ -19,6 +19,7 @@ from farspan.attention.layout_change import set_layout
 from farspan.attention.model_facts import default_scaled_layers, most_heads
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
+from farspan.checks import check_least
 from farspan.device_map import is_placed
 from farspan.errors import FarspanError, suggest
 from farspan.loading import is_quantized
@@ -62,13 +63,8 @@ class ExtendConfig:
             raise FarspanError(
                 f"tune is {self.tune!r}; choose fair (200 steps) or raw (1000 steps), or remove it"
             )
-        if self.search_windows < 0:
-            raise FarspanError(f"search_windows is {self.search_windows}; choose 0 or more")
-        for name in ("choose_windows", "report_windows"):
-            if getattr(self, name) < 1:
-                raise FarspanError(f"{name} is {getattr(self, name)}; choose 1 or more")
-        if self.passkeys < 0:
-            raise FarspanError(f"passkeys is {self.passkeys}; choose 0 or more")
+        check_least(self, 0, "search_windows", "passkeys")
+        check_least(self, 1, "choose_windows", "report_windows")
         if not 0 <= self.seed < 2**20:
             raise FarspanError(f"seed is {self.seed}; choose it from 0 to {2**20 - 1}")
 

@@ -31,6 +31,7 @@ from farspan.attention.model_facts import forward_flops
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer, probe
 from farspan.attention.scales import Scales
+from farspan.checks import check_least, check_shares
 from farspan.data.recall import ChangeRow, recall_rows
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json
@@ -109,19 +110,13 @@ class SwanConfig:
                 raise FarspanError(
                     f"swan.{name} is {getattr(self, name)!r}; choose {' or '.join(choices)}"
                 )
-        for name in ("repeats", "facts", "several", "short"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise FarspanError(
-                    f"swan.{name} is {getattr(self, name):g}; choose a share from 0 to 1"
-                )
+        check_shares(self, "repeats", "facts", "several", "short", part="swan.")
         if not 0 <= self.long < 1:
             raise FarspanError(
                 f"swan.long is {self.long:g}; choose a share from 0 to less than 1, because the "
                 "base teaches on the other tokens"
             )
-        for name in ("max_loss", "answers"):
-            if not getattr(self, name) >= 0:
-                raise FarspanError(f"swan.{name} is {getattr(self, name):g}; choose 0 or more")
+        check_least(self, 0, "max_loss", "answers", part="swan.")
         if self.long_length and not self.long:
             raise FarspanError(
                 f"without swan.long, swan.long_length={self.long_length} would have no effect; set "
@@ -132,17 +127,11 @@ class SwanConfig:
                 f"swan.repeats and swan.facts are {self.repeats + self.facts:g} together; "
                 "choose shares of the windows that add up to at most 1"
             )
-        for name, minimum in (("spacing", 1), ("measured_rows", 1), ("tokens", 1)):
-            if getattr(self, name) < minimum:
-                raise FarspanError(
-                    f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
-                )
+        check_least(self, 1, "spacing", "measured_rows", "tokens", part="swan.")
         minima = {"window": MIN_WINDOW, "length": MIN_LENGTH, "long_length": MIN_LENGTH}
         for name, minimum in (minima | {"max_period": MIN_PERIOD}).items():
-            if getattr(self, name) and getattr(self, name) < minimum:
-                raise FarspanError(
-                    f"swan.{name} is {getattr(self, name)}; choose {minimum} or more"
-                )
+            if getattr(self, name):
+                check_least(self, minimum, name, part="swan.")
 
     @property
     def answer_weight(self) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from farspan.attention import seam
+from farspan.checks import check_least
 from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, default_micro_batch, shared_batch
 from farspan.model.compile import compiled_layers, prefer_cudnn
@@ -40,16 +41,14 @@ class TuningConfig:
     length: int = 0  # continue: of its windows; 0: the target
 
     def __post_init__(self):
-        for name in ("steps", "batch", "micro_batch", "lr", "warmup", "rank", "length"):
-            if getattr(self, name) < 0:
-                raise FarspanError(f"tuning.{name} is {getattr(self, name)}; choose 0 or more")
+        settings = ("steps", "batch", "micro_batch", "lr", "warmup", "rank", "length")
+        check_least(self, 0, *settings, part="tuning.")
+        check_least(self, 1, "save_every", part="tuning.")
         if self.length == 1:
             raise FarspanError(
                 "tuning.length is 1, and one token predicts nothing; choose 2 or more, or 0 for "
                 "the target"
             )
-        if self.save_every < 1:
-            raise FarspanError(f"tuning.save_every is {self.save_every}; choose 1 or more")
 
 
 class LossModule(nn.Module):

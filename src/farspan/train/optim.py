@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from farspan.checks import check_least, check_shares
 from farspan.errors import FarspanError
 from farspan.model.positions import Position
 from farspan.train.sharding import full_tensor, shard_like
@@ -45,17 +46,13 @@ class OptimizerConfig:
             raise FarspanError(
                 f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}"
             )
-        for name in ("decay", "floor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise FarspanError(f"{name} is {getattr(self, name):g}; choose it from 0 to 1")
+        check_shares(self, "decay", "floor")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise FarspanError(
                     f"{name} is {getattr(self, name):g}; choose it from 0 to below 1"
                 )
-        for name in ("lr", "matrix_lr", "weight_decay", "warmup", "clip"):
-            if getattr(self, name) < 0:
-                raise FarspanError(f"{name} is {getattr(self, name):g}; it must not be negative")
+        check_least(self, 0, "lr", "matrix_lr", "weight_decay", "warmup", "clip")
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

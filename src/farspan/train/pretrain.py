@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from farspan.batching import out_of_memory
 from farspan.bundled import resolve_bundled
+from farspan.checks import check_least, check_shares
 from farspan.errors import FarspanError
 from farspan.files import read_tensors, read_text, weight_files, write_text
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -88,10 +89,7 @@ class PretrainConfig:
             raise FarspanError(
                 f"train.keep_at is {list(self.train.keep_at)}; give shares of the steps, up to 1"
             )
-        if not 0 <= self.data.passkey <= 1:
-            raise FarspanError(
-                f"data.passkey is {self.data.passkey:g}; give a share of the rows, from 0 to 1"
-            )
+        check_shares(self.data, "passkey", part="data.")
 
     def _check_choices(self) -> None:
         choices = {
@@ -103,14 +101,11 @@ class PretrainConfig:
         for key, (value, allowed) in choices.items():
             if value not in allowed:
                 raise FarspanError(f"{key} is {value!r}; choose one of {', '.join(allowed)}")
-        for key in ("steps", "length", "batch", "micro_batch", "save_every", "log_every"):
-            if getattr(self.train, key) < 1:
-                raise FarspanError(f"train.{key} is {getattr(self.train, key)}; give 1 or more")
+        sizes = ("steps", "length", "batch", "micro_batch", "save_every", "log_every")
+        check_least(self.train, 1, *sizes, part="train.")
 
     def _check_shape(self) -> None:
-        for key in ("layers", "width", "heads", "ff"):
-            if getattr(self.model, key) < 1:
-                raise FarspanError(f"model.{key} is {getattr(self.model, key)}; give 1 or more")
+        check_least(self.model, 1, "layers", "width", "heads", "ff", part="model.")
         heads, kv_heads = self.model.heads, self.model.kv_heads or self.model.heads
         for key, divisor, whole_key, whole in (
             ("heads", heads, "width", self.model.width),
