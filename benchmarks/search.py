@@ -42,15 +42,10 @@ from farspan.attention.model_facts import config_train_length
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.loading import load_with_tokenizer, upcast_small_model
-from farspan.methods.headscale import (
-    VALIDATED,
-    ScaledModel,
-    SearchConfig,
-    headlog,
-    headscale,
-)
+from farspan.methods.fit import make_fit_job
+from farspan.methods.headscale import VALIDATED, ScaledModel, headlog, headscale
 from farspan.methods.job import FitJob, scaled_loss
-from farspan.methods.registry import make_fit_job
+from farspan.methods.search_config import SearchConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers
 from farspan.recipe import apply_overrides

@@ -29,7 +29,7 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.errors import FarspanError
 from farspan.formats.fold import find_sites, fold
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.extend_config import ExtendConfig
 from farspan.report import style
 from farspan.workflows.extend import extend
 from farspan.workflows.inspect import Inspection

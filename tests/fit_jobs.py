@@ -9,8 +9,8 @@ import torch
 from families import FAMILIES, VOCABULARY
 from farspan.attention.patch import fingerprint
 from farspan.attention.probe import probe
-from farspan.methods.headscale import SearchConfig
 from farspan.methods.job import FitJob
+from farspan.methods.search_config import SearchConfig
 
 QUICK = SearchConfig(steps=4, batch=2, micro_batch=2, lr=(0.1,), warmup=1, init=1.2)
 LENGTH, TARGET = 16, 40

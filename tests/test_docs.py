@@ -24,8 +24,8 @@ from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.networks import NetworkShape
 from farspan.lab.study import LabStudy
 from farspan.loading import LoadedModel
-from farspan.methods.headscale import PASSKEYS, REPEATS, SearchConfig
-from farspan.methods.registry import ExtendConfig, read_extend_config
+from farspan.methods.extend_config import ExtendConfig, read_extend_config
+from farspan.methods.search_config import PASSKEYS, REPEATS, SearchConfig
 from farspan.workflows.check import CheckResult
 from farspan.workflows.export import ExportResult
 from farspan.workflows.extend import ExtendResult

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.lab.finetune import FinetuneConfig
-from farspan.methods.registry import read_extend_config
+from farspan.methods.extend_config import read_extend_config
 from farspan.recipe import apply_overrides
 from farspan.workflows import lab, pretrain, reproduce_study
 

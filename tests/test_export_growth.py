@@ -29,8 +29,9 @@ from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError, ProofError
 from farspan.formats import growth as growth_module
-from farspan.methods.headscale import SearchConfig, headlog
-from farspan.methods.registry import make_fit_job
+from farspan.methods.fit import make_fit_job
+from farspan.methods.headscale import headlog
+from farspan.methods.search_config import SearchConfig
 from farspan.model import FarspanConfig
 
 FLOOR, LENGTH, TARGET = 16, 53, 256  # of 53 tokens, those from 16, 32 and 48 on are scaled more

@@ -25,17 +25,14 @@ from farspan.attention.scales import Scales
 from farspan.cli.console import console
 from farspan.cli.extend import show_estimate
 from farspan.errors import CorruptError, FarspanError, ProofError
+from farspan.methods import auto, registry, search_config
 from farspan.methods import headscale as headscale_module
-from farspan.methods import registry
-from farspan.methods.headscale import SearchConfig
+from farspan.methods.extend_config import ExtendConfig, read_extend_config
+from farspan.methods.fit import fit_methods
 from farspan.methods.job import loss_by_position
-from farspan.methods.registry import (
-    METHODS,
-    ExtendConfig,
-    check_unused_settings,
-    fit_methods,
-    read_extend_config,
-)
+from farspan.methods.registry import METHODS
+from farspan.methods.rules import check_unused_settings
+from farspan.methods.search_config import SearchConfig
 from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.report import style
@@ -177,7 +174,7 @@ def test_auto_chooses_by_the_loss_of_the_patched_model():
     assert torch.equal(model.model.norm.weight, patch.weights["model.norm.weight"])
     untuned = BY_NAME["farspan-rope"].build()
     before = {name: parameter.detach().clone() for name, parameter in untuned.named_parameters()}
-    registry._patched_loss(untuned, patch, job.choose)
+    auto._patched_loss(untuned, patch, job.choose)
     assert all(
         torch.equal(before[name], parameter) for name, parameter in untuned.named_parameters()
     )
@@ -478,8 +475,8 @@ def test_a_search_of_other_defaults_is_another_search(monkeypatch):
 
     default, given = SearchConfig(), SearchConfig(answers=0.2)
     before = [claim(default), claim(given)]
-    full = headscale_module.FULL
-    monkeypatch.setattr(headscale_module, "FULL", full._replace(answers=2 * full.answers))
+    full = search_config.FULL
+    monkeypatch.setattr(search_config, "FULL", full._replace(answers=2 * full.answers))
     assert claim(default) != before[0]
     assert claim(given) == before[1]
     assert claim(replace(given, micro_batch=4)) == before[1], "micro batches change no result"

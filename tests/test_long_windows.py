@@ -12,9 +12,10 @@ from families import tokens
 from farspan.errors import FarspanError
 from farspan.methods import long_windows as long_windows_module
 from farspan.methods import swan as swan_module
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.fit import search_windows
 from farspan.methods.job import loss_by_position
 from farspan.methods.long_windows import LongModule, LongPlan
-from farspan.methods.registry import ExtendConfig, search_windows
 from farspan.methods.swan import DistillPlan, SwanConfig, swan
 from farspan.methods.tuning import LossModule, TuningConfig
 from farspan.model import loss as loss_module

@@ -19,14 +19,15 @@ from farspan.attention.patch import fingerprint
 from farspan.attention.probe import probe
 from farspan.attention.rope import set_rope
 from farspan.errors import FarspanError
+from farspan.methods import auto, rules
 from farspan.methods import job as job_module
-from farspan.methods import registry
 from farspan.methods import rope as rope_module
 from farspan.methods import tuning as tuning_module
 from farspan.methods import uniform as uniform_module
 from farspan.methods.continued import continue_training
 from farspan.methods.drope import drope
-from farspan.methods.headscale import SearchConfig, headscale
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.headscale import headscale
 from farspan.methods.job import (
     loss_by_position,
     lowest_loss,
@@ -34,10 +35,10 @@ from farspan.methods.job import (
     search_best,
     shared_batch,
 )
-from farspan.methods.registry import ExtendConfig
 from farspan.methods.rope import ROPE_SCALINGS, fit_rope, rope_override
 from farspan.methods.rope import _rope_parameters as rope_parameters
 from farspan.methods.schedules import SCHEDULES, fit_schedule
+from farspan.methods.search_config import SearchConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import fit_log, full_grid, slope_interval, uniform
 from farspan.train.optim import learning_rate
@@ -321,16 +322,16 @@ def test_factor_of_one_changes_nothing_and_existing_scaling_is_kept(existing):
         for method in ROPE_SCALINGS if existing is None else ("ntk",):
             with rope_override(model, rope_parameters(model, job_for(model), method, 1.0)):
                 assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-6), method
-    candidates = registry.candidate_methods(["auto"], layers, model, job_for(model))
+    candidates = auto.candidate_methods(["auto"], layers, model, job_for(model))
     if existing is None:
         assert candidates == ["ntk", "yarn"]
         return
     assert candidates == ["ntk", "uniform"]
-    assert not registry.check_compatible(["ntk"], layers, config, "m", ExtendConfig())
+    assert not rules.check_compatible(["ntk"], layers, config, "m", ExtendConfig())
     for method in ("pi", "yarn", "dynamic-ntk"):
         message = f"the rotation of m is already scaled .{existing}., and {method} would replace"
         with pytest.raises(FarspanError, match=message):
-            registry.check_compatible([method, "headscale"], layers, config, "m", ExtendConfig())
+            rules.check_compatible([method, "headscale"], layers, config, "m", ExtendConfig())
 
 
 def test_rope_methods_refuse_models_that_rotate_only_in_sliding_windows():

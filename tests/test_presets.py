@@ -19,15 +19,12 @@ from farspan.attention.probe import Layer, probe
 from farspan.errors import FarspanError
 from farspan.evals.scores import EvalCell
 from farspan.evals.suites import PRESET_KEYS, PRESET_LIMIT, PRESET_WINDOWS, SUITES, EvalConfig
+from farspan.methods.auto import candidate_methods, recommended_method
+from farspan.methods.extend_config import ExtendConfig
 from farspan.methods.job import grid_size, search_best
 from farspan.methods.presets import PRESETS, choose_preset, preset_config
-from farspan.methods.registry import (
-    METHODS,
-    ExtendConfig,
-    candidate_methods,
-    check_compatible,
-    recommended_method,
-)
+from farspan.methods.registry import METHODS
+from farspan.methods.rules import check_compatible
 from farspan.methods.swan import SwanConfig, measures_layers
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import COARSE, STEP

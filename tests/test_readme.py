@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import farspan
 from farspan.cli import app
 from farspan.diagnosis.knees import KneeRule
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.extend_config import ExtendConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

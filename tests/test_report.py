@@ -29,7 +29,7 @@ from farspan.data.documents import read_documents
 from farspan.data.tokens import train_tokenizer
 from farspan.diagnosis.curves import Curves
 from farspan.errors import CorruptError, FarspanError
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.extend_config import ExtendConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.record import format_number
 from farspan.report import page, style

@@ -29,8 +29,8 @@ from farspan.diagnosis.curves import Curves, measure_curves
 from farspan.errors import FarspanError
 from farspan.evals import passkey
 from farspan.intervals import mean_bound
-from farspan.methods.headscale import FULL, SearchConfig
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.search_config import FULL, SearchConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.report.figures import best_scales, method_losses
@@ -612,8 +612,8 @@ def test_cells_of_default_searches_depend_on_the_defaults(monkeypatch):
     for method in ("headscale", "yarn+headlog", "headlog:search.lr=[0.1]"):
         before = _search_defaults(study, method)
         with monkeypatch.context() as changed:
-            changed.setattr("farspan.methods.headscale.PASSKEYS", 0.125)
-            changed.setattr("farspan.methods.headscale.FULL", FULL._replace(answers=0.7))
+            changed.setattr("farspan.methods.search_config.PASSKEYS", 0.125)
+            changed.setattr("farspan.methods.search_config.FULL", FULL._replace(answers=0.7))
             after = before | {"passkeys": 0.125, "answers": 0.7}
             assert _search_defaults(study, method) == after, method
     texts = SimpleNamespace(

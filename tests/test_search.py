@@ -17,12 +17,14 @@ from farspan.attention import seam
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
+from farspan.methods import auto
 from farspan.methods import headscale as headscale_module
-from farspan.methods import registry
 from farspan.methods import tuning as tuning_module
-from farspan.methods.headscale import SearchConfig, headlog, headscale
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.fit import make_fit_job
+from farspan.methods.headscale import headlog, headscale
 from farspan.methods.job import default_micro_batch, loss_by_position, scaled_loss
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.search_config import PASSKEYS, SearchConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import uniform
 from farspan.model.loss import mean_loss, token_losses
@@ -533,7 +535,7 @@ def test_repeated_spans_are_for_models_with_nope_layers():
     for name, expected in (("farspan-none", True), ("farspan-swan", True), ("llama", False)):
         model = BY_NAME[name].build()
         ids = torch.zeros(1, 8, dtype=torch.long)
-        job = registry.make_fit_job(model, probe(model), 16, 8, ids, ids)
+        job = make_fit_job(model, probe(model), 16, 8, ids, ids)
         assert job.has_nope is expected, name
 
 
@@ -752,7 +754,7 @@ def test_passkeys_count_as_retrieved_if_they_are_more_likely_than_not():
 @pytest.mark.parametrize(
     ("search", "retrieves", "share"),
     [
-        (PLATEAU, True, headscale_module.PASSKEYS),
+        (PLATEAU, True, PASSKEYS),
         (PLATEAU, False, 0.0),
         (replace(PLATEAU, passkeys=0.125), False, 0.125),
         (replace(PLATEAU, passkeys=0.0), True, 0.0),
@@ -836,10 +838,10 @@ def test_searches_of_auto_start_from_the_best_uniform_scale(init, starts, monkey
         seen.append(config.search.init)
         return job.patch(names[0], scales=job.uniform(1.3))
 
-    monkeypatch.setattr(registry, "candidate_methods", lambda *_: ["uniform", "headscale"])
-    monkeypatch.setattr(registry, "_fit_in_turn", fit)
+    monkeypatch.setattr(auto, "candidate_methods", lambda *_: ["uniform", "headscale"])
+    monkeypatch.setattr(auto, "_fit_in_turn", fit)
     search = SearchConfig(steps=2, init=init)
-    registry._fit_best(model, probe(model), job, ExtendConfig(search=search))
+    auto.fit_best(model, probe(model), job, ExtendConfig(search=search))
     assert seen == pytest.approx(starts)
 
 

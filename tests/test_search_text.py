@@ -21,8 +21,9 @@ from farspan.data.documents import Document
 from farspan.data.windows import _Reading, cut_windows, split_windows
 from farspan.errors import FarspanError
 from farspan.files import sha256_of
-from farspan.methods.headscale import SearchConfig
-from farspan.methods.registry import ExtendConfig, search_windows
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.fit import search_windows
+from farspan.methods.search_config import SearchConfig
 from farspan.methods.swan import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.train.corpus import DataConfig, pack_mixture

@@ -14,9 +14,12 @@ from farspan.attention.probe import probe
 from farspan.attention.scales import RelativeScales, Scales
 from farspan.errors import FarspanError
 from farspan.methods import headscale as headscale_module
-from farspan.methods.headscale import ScaledModel, SearchConfig, headlog
+from farspan.methods.extend_config import read_extend_config
+from farspan.methods.fit import make_fit_job
+from farspan.methods.headscale import ScaledModel, headlog
 from farspan.methods.job import FitJob, loss_by_position, scaled_loss
-from farspan.methods.registry import check_unused_settings, make_fit_job, read_extend_config
+from farspan.methods.rules import check_unused_settings
+from farspan.methods.search_config import SearchConfig
 from farspan.train.steps import EagerSteps
 
 QUICK = SearchConfig(

@@ -25,11 +25,13 @@ from farspan.cli import app
 from farspan.cli.console import console
 from farspan.errors import FarspanError, PreemptedError
 from farspan.files import check_manifest
-from farspan.methods import layer_costs, registry
+from farspan.methods import auto, layer_costs, rules
 from farspan.methods import swan as swan_module
 from farspan.methods import tuning as tuning_module
 from farspan.methods.distill import make_teacher
-from farspan.methods.registry import METHODS, read_extend_config
+from farspan.methods.extend_config import ExtendConfig, read_extend_config
+from farspan.methods.fit import fit_methods, search_windows
+from farspan.methods.registry import METHODS
 from farspan.methods.swan import SwanConfig, swan
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -160,11 +162,11 @@ def test_bad_requests_raise_one_sentence_and_write_nothing(tmp_path, method, ove
 def test_a_rotation_that_follows_the_length_is_refused_before_anything_is_read():
     model = build("llama")
     set_rope(model, DYNAMIC)
-    check = partial(registry.check_compatible, ["swan"], probe(model), model.config, "it")
+    check = partial(rules.check_compatible, ["swan"], probe(model), model.config, "it")
     message = r"the rotation of it changes with the length .* \(dynamic\).*; set swan.rotation=none"
     with pytest.raises(FarspanError, match=message):
-        check(registry.ExtendConfig())
-    assert not check(registry.ExtendConfig(swan=SwanConfig(rotation="none")))
+        check(ExtendConfig())
+    assert not check(ExtendConfig(swan=SwanConfig(rotation="none")))
     started = []
     job = job_for(model, progress=lambda label, steps: started.append(label))
     with pytest.raises(FarspanError, match="set swan.rotation=none"):
@@ -174,9 +176,9 @@ def test_a_rotation_that_follows_the_length_is_refused_before_anything_is_read()
 
 def test_micro_batches_that_do_not_divide_the_batch_are_refused_before_anything_is_read():
     """The windows of the search split are counted before they are read."""
-    config = registry.ExtendConfig(tuning=TuningConfig(batch=10, micro_batch=4))
+    config = ExtendConfig(tuning=TuningConfig(batch=10, micro_batch=4))
     with pytest.raises(FarspanError, match="batch of 10 windows cannot be split .* of 4"):
-        registry.search_windows(["swan"], config, 1024, 512)
+        search_windows(["swan"], config, 1024, 512)
 
 
 def test_the_recipe_reaches_the_method(monkeypatch):
@@ -340,8 +342,8 @@ def test_sharpening_scales_the_global_layers_only_and_is_recorded(monkeypatch):
 
 def test_a_scaling_method_replaces_the_sharpening():
     model = build("farspan-rope")
-    config = registry.ExtendConfig(swan=EVEN, tuning=QUICK)
-    patch, _ = registry.fit_methods(model, probe(model), job_for(model), config, ["swan", "logn"])
+    config = ExtendConfig(swan=EVEN, tuning=QUICK)
+    patch, _ = fit_methods(model, probe(model), job_for(model), config, ["swan", "logn"])
     assert patch.method == "swan+logn"
     assert patch.scales.layers == (3,)
 
@@ -355,7 +357,7 @@ def test_auto_tries_swan_far_beyond_the_train_length_on_a_gpu():
     model = build("llama")
     layers, job = probe(model), job_for(model)
     far = replace(job, target=5 * LENGTH)
-    candidates = registry.candidate_methods
+    candidates = auto.candidate_methods
     assert candidates(["auto"], layers, on_gpu(model), far) == ["ntk", "yarn", "swan"]
     at_the_limit = replace(job, target=4 * LENGTH)
     assert "swan" not in candidates(["auto"], layers, on_gpu(model), at_the_limit)
@@ -379,29 +381,29 @@ def test_auto_goes_on_without_swan_if_that_fails(monkeypatch, error):
         raise error
 
     model = build("llama")
-    monkeypatch.setattr(registry, "candidate_methods", lambda *_: ["ntk", "swan"])
+    monkeypatch.setattr(auto, "candidate_methods", lambda *_: ["ntk", "swan"])
     monkeypatch.setitem(METHODS, "swan", fail)
-    fit = partial(registry.fit_methods, model, probe(model), job_for(model))
+    fit = partial(fit_methods, model, probe(model), job_for(model))
     if isinstance(error, PreemptedError):
         with pytest.raises(PreemptedError):
-            fit(registry.ExtendConfig(), ["auto"])
+            fit(ExtendConfig(), ["auto"])
         return
-    patch, notes = fit(registry.ExtendConfig(), ["auto"])
+    patch, notes = fit(ExtendConfig(), ["auto"])
     assert patch.method == "ntk"
     assert notes[0] == "auto left out swan, which failed: training diverged"
 
 
-@pytest.mark.parametrize(("lost", "chosen"), [(registry.MAX_LOST, "swan"), (0.2, "ntk")])
+@pytest.mark.parametrize(("lost", "chosen"), [(auto.MAX_LOST, "swan"), (0.2, "ntk")])
 def test_auto_rejects_swan_if_it_loses_retrieval(monkeypatch, lost, chosen):
     model = build("llama")
     layers, job = probe(model), job_for(model)
-    monkeypatch.setattr(registry, "candidate_methods", lambda *_: ["ntk", "swan"])
-    monkeypatch.setattr(registry, "_lost_retrieval", lambda *_: lost)
+    monkeypatch.setattr(auto, "candidate_methods", lambda *_: ["ntk", "swan"])
+    monkeypatch.setattr(auto, "_lost_retrieval", lambda *_: lost)
     monkeypatch.setattr(
-        registry, "_patched_loss", lambda model, patch, windows: float(patch.method != "swan")
+        auto, "_patched_loss", lambda model, patch, windows: float(patch.method != "swan")
     )
-    config = registry.ExtendConfig(swan=EVEN, tuning=QUICK)
-    patch, notes = registry.fit_methods(model, layers, job, config, ["auto"])
+    config = ExtendConfig(swan=EVEN, tuning=QUICK)
+    patch, notes = fit_methods(model, layers, job, config, ["auto"])
     assert patch.method == chosen
     assert any("auto rejected swan" in note for note in notes) == (chosen != "swan")
     assert bool(job.details) == (chosen == "swan"), "the record is about the chosen method"
@@ -412,7 +414,7 @@ def test_lost_retrieval_is_measured_with_the_whole_patch():
     before, job = snapshot(model), job_for(model)
     patch = swan(model, job, EVEN, QUICK)
     expected = layer_costs.retrieval_loss(patch.apply(build("llama")), job)
-    lost = registry._lost_retrieval(model, patch, job)
+    lost = auto._lost_retrieval(model, patch, job)
     assert lost == pytest.approx(expected - layer_costs.retrieval_loss(model, job), abs=1e-5)
     assert_unchanged(model, before)
 
@@ -511,7 +513,7 @@ def test_json_has_the_choice_the_cache_and_the_distilled_tokens(monkeypatch):
 def test_continued_training_changes_weights_only():
     model = build("llama")
     before, job = snapshot(model), job_for(model)
-    patch = METHODS["continue"](model, job, registry.ExtendConfig(tuning=QUICK))
+    patch = METHODS["continue"](model, job, ExtendConfig(tuning=QUICK))
     assert_unchanged(model, before)
     assert patch.layout is patch.rope is patch.scales is None
     loss = token_losses(model, job.search).mean()

@@ -96,7 +96,7 @@ def fuzz_gates(rng: random.Random) -> None:
 
 @cache
 def _recipe() -> tuple[Any, tuple[str, ...]]:
-    from farspan.methods.headscale import SearchConfig
+    from farspan.methods.search_config import SearchConfig
     from farspan.recipe import to_toml
 
     recipe = SearchConfig()

@@ -90,7 +90,7 @@ def complete_method(incomplete: str) -> list[str]:
 
 def _can_be_joined(method: str) -> bool:
     from farspan.errors import FarspanError
-    from farspan.methods.registry import parse_methods  # imports torch: only after a +
+    from farspan.methods.rules import parse_methods  # imports torch: only after a +
 
     try:
         parse_methods(method)

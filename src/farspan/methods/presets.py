@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from farspan.errors import FarspanError, suggest
-from farspan.methods.registry import ExtendConfig, read_extend_config
+from farspan.methods.extend_config import ExtendConfig, read_extend_config
 
 PRESETS: dict[str, tuple[str, ...]] = {
     # Of a bundled model to twice its train length: minutes on two cores.

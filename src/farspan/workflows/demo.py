@@ -13,9 +13,9 @@ from farspan.data.windows import cut_windows
 from farspan.diagnosis.result import Diagnosis
 from farspan.evals.passkey import passkey_accuracy
 from farspan.loading import load_with_tokenizer
-from farspan.methods.headscale import SearchConfig
+from farspan.methods.extend_config import ExtendConfig
 from farspan.methods.job import loss_by_position
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.search_config import SearchConfig
 from farspan.progress import Progress
 from farspan.report import figures, style
 from farspan.workflows.diagnose import diagnose

@@ -29,15 +29,11 @@ from farspan.evals.passkey import passkey_accuracy, scored_documents
 from farspan.files import check_absent, file_name, new_folder, write_text
 from farspan.lengths import doublings, parse_length
 from farspan.loading import LoadOptions
+from farspan.methods.auto import candidate_methods
+from farspan.methods.extend_config import ExtendConfig, read_extend_config
+from farspan.methods.fit import fit_methods
 from farspan.methods.job import FitJob, loss_by_position
-from farspan.methods.registry import (
-    TRAINED_METHODS,
-    ExtendConfig,
-    candidate_methods,
-    fit_methods,
-    methods_using,
-    read_extend_config,
-)
+from farspan.methods.registry import TRAINED_METHODS, methods_using
 from farspan.model.loss import last_logits_cpu
 from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.progress import Progress, Say, Stage, automatic, ignore, shows_progress, with_total

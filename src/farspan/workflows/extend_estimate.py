@@ -12,14 +12,11 @@ from transformers import PreTrainedModel
 from farspan.attention import seam
 from farspan.attention.probe import Layer
 from farspan.lengths import doublings
+from farspan.methods.extend_config import TUNING_STEPS, ExtendConfig
+from farspan.methods.fit import joint_settings
 from farspan.methods.headscale import VALIDATED, ScaledModel
 from farspan.methods.job import FitJob, grid_size
-from farspan.methods.registry import (
-    SCALE_METHODS,
-    TUNING_STEPS,
-    ExtendConfig,
-    joint_settings,
-)
+from farspan.methods.registry import SCALE_METHODS
 from farspan.methods.rope import FACTORS, ROPE_SCALINGS
 from farspan.methods.schedules import SCHEDULES
 from farspan.methods.swan import (

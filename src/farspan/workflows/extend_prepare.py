@@ -29,21 +29,18 @@ from farspan.loading import (
     load_with_tokenizer,
     upcast_small_model,
 )
+from farspan.methods.extend_config import ExtendConfig, read_extend_config
+from farspan.methods.fit import make_fit_job, search_windows, start_from
 from farspan.methods.headscale import check_init
 from farspan.methods.job import FitJob
 from farspan.methods.presets import choose_preset, preset_config
-from farspan.methods.registry import (
-    SCALE_METHODS,
-    ExtendConfig,
+from farspan.methods.registry import SCALE_METHODS
+from farspan.methods.rules import (
     check_compatible,
     check_start,
     check_trains_no_weights,
     check_unused_settings,
-    make_fit_job,
     parse_methods,
-    read_extend_config,
-    search_windows,
-    start_from,
     unused_settings,
 )
 from farspan.model.loss import token_losses

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from farspan.attention.model_facts import CachingLayer, cache_bytes
-from farspan.methods.registry import recommended_method
+from farspan.methods.auto import recommended_method
 
 CACHE_LENGTHS = (32_768, 131_072)
 

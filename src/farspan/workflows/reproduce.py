@@ -29,8 +29,8 @@ from farspan.deprecation import renamed_arguments
 from farspan.errors import FarspanError
 from farspan.files import read_json, write_json, write_text
 from farspan.loading import check_source, load_config, load_tokenizer, resolve_device
-from farspan.methods.headscale import SearchConfig
-from farspan.methods.registry import check_compatible
+from farspan.methods.rules import check_compatible
+from farspan.methods.search_config import SearchConfig
 from farspan.methods.swan import SwanConfig
 from farspan.progress import (
     SAID_FROM,

@@ -22,8 +22,8 @@ from farspan.diagnosis.knees import KneeRule, find_knee
 from farspan.evals.passkey import passkey_accuracy
 from farspan.lengths import doublings
 from farspan.loading import upcast_small_model
+from farspan.methods.fit import fit_methods, make_fit_job, search_windows
 from farspan.methods.headscale import best_uniform
-from farspan.methods.registry import fit_methods, make_fit_job, search_windows
 from farspan.methods.uniform import full_grid
 from farspan.model.compile import prefer_cudnn
 from farspan.model.loss import losses_by_context

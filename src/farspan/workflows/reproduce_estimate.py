@@ -14,8 +14,8 @@ from farspan.attention.model_facts import config_train_length
 from farspan.attention.probe import probe
 from farspan.lengths import doublings
 from farspan.loading import load, upcast_small_model
+from farspan.methods.fit import make_fit_job, search_windows
 from farspan.methods.job import FitJob
-from farspan.methods.registry import make_fit_job, search_windows
 from farspan.methods.uniform import STEP
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Stage

@@ -9,14 +9,9 @@ from pathlib import Path
 
 from farspan.bundled import is_bundled
 from farspan.errors import FarspanError, suggest
-from farspan.methods.registry import (
-    METHOD_SETTINGS,
-    METHODS,
-    TRAINED_METHODS,
-    ExtendConfig,
-    check_combination,
-    check_unused_settings,
-)
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.registry import METHOD_SETTINGS, METHODS, TRAINED_METHODS
+from farspan.methods.rules import check_combination, check_unused_settings
 from farspan.methods.uniform import STEP
 from farspan.recipe import apply_overrides, load_recipe
 from farspan.train.checkpoint import checkpoint_name

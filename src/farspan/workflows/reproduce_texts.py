@@ -15,7 +15,7 @@ from farspan.data.windows import Windows, cut_windows
 from farspan.errors import FarspanError
 from farspan.files import sha256_of, weight_files
 from farspan.loading import load_config, load_tokenizer
-from farspan.methods.registry import search_windows
+from farspan.methods.fit import search_windows
 from farspan.model import FarspanConfig
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files

@@ -10,10 +10,11 @@ from families import FAMILIES, tokens
 from farspan.attention.patch import fingerprint
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
-from farspan.methods import registry
-from farspan.methods.headscale import SearchConfig, headscale
+from farspan.methods import auto
+from farspan.methods.extend_config import ExtendConfig
+from farspan.methods.headscale import headscale
 from farspan.methods.job import FitJob, loss_by_position
-from farspan.methods.registry import ExtendConfig
+from farspan.methods.search_config import SearchConfig
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -46,8 +47,8 @@ def test_methods_of_a_candidate_are_all_fitted_in_turn(monkeypatch):
 
     thetas: list[float] = []
     before = model.config.rope_parameters["rope_theta"]
-    monkeypatch.setattr(registry, "METHODS", {name: fit(name) for name in parts})
-    patch = registry._fit_in_turn(model, job_for(model), ExtendConfig(), ["ntk", "uniform"])
+    monkeypatch.setattr(auto, "METHODS", {name: fit(name) for name in parts})
+    patch = auto._fit_in_turn(model, job_for(model), ExtendConfig(), ["ntk", "uniform"])
     assert patch.method == "ntk+uniform"
     assert (patch.rope["rope_theta"], float(patch.scales.base[0, 0])) == (5e5, 1.5)
     assert thetas == [before, 5e5]
@@ -61,20 +62,20 @@ def test_the_loss_of_a_candidate_is_that_of_the_model_with_its_scales():
     expected = float(loss_by_position(patch.apply(fresh), job.choose).mean())
     unscaled = float(loss_by_position(model, job.choose).mean())
     assert abs(expected - unscaled) > 1e-4
-    assert registry._patched_loss(model, patch, job.choose) == pytest.approx(expected, abs=1e-6)
+    assert auto._patched_loss(model, patch, job.choose) == pytest.approx(expected, abs=1e-6)
     assert float(loss_by_position(model, job.choose).mean()) == unscaled
 
 
 def test_auto_counts_each_candidate_that_it_compares(monkeypatch):
     model, advanced = BY_NAME["farspan-none"].build(), {}
     job = job_for(model, progress=count_into(advanced))
-    monkeypatch.setattr(registry, "candidate_methods", lambda *_: ["uniform", "logn", "headlog"])
+    monkeypatch.setattr(auto, "candidate_methods", lambda *_: ["uniform", "logn", "headlog"])
     monkeypatch.setattr(
-        registry,
+        auto,
         "_fit_in_turn",
         lambda model, job, config, names: job.patch(names[0], scales=job.uniform(1.3)),
     )
-    registry._fit_best(model, probe(model), job, ExtendConfig())
+    auto.fit_best(model, probe(model), job, ExtendConfig())
     assert advanced == {("compare", 3): [1, 1, 1]}
 
 
