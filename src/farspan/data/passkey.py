@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.data.tokens import fingerprint
+from farspan.data.tokens import encode, fingerprint
 from farspan.errors import FarspanError
 
 TASK = (
@@ -51,7 +51,9 @@ class PasskeyDocuments:
 
     def __init__(self, tokenizer: Any, start: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        task, self._filler, self._question = map(self._encode, (TASK, FILLER, QUESTION))
+        task, self._filler, self._question = (
+            encode(tokenizer, text) for text in (TASK, FILLER, QUESTION)
+        )
         self._task = [*start, *task]
 
     @cached_property
@@ -72,7 +74,7 @@ class PasskeyDocuments:
         return sampled.pop() if len(sampled) == 1 else max(map(self._min_length, keys))
 
     def answer(self, key: int) -> list[int]:
-        return self._encode(ANSWER.format(key=key))
+        return encode(self._tokenizer, ANSWER.format(key=key))
 
     def document(self, length: int, depth: float, key: int) -> list[int]:
         """Exactly `length` tokens that end with the question and its answer.
@@ -99,11 +101,8 @@ class PasskeyDocuments:
         return len(self._task) + len(self._info(key)) + len(self._question) + len(self.answer(key))
 
     def _info(self, key: int) -> list[int]:
-        return self._encode(INFO.format(key=key))
+        return encode(self._tokenizer, INFO.format(key=key))
 
     def _fill(self, count: int) -> list[int]:
         times = -(-count // len(self._filler))
         return (self._filler * times)[:count]
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

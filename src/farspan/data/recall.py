@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farspan.data.passkey import PasskeyDocuments, train_key
+from farspan.data.tokens import encode, shared_length
 
 SPAN_SIZES = (16, 128)  # tokens of a repeated span, at least and below
 SPAN_EVERY = 512  # one repeated span for so many tokens of a row
@@ -177,12 +178,12 @@ class FactRows:
         else:
             kind = one_value_each
         stated = kind(count, rng)
-        facts = [self._encode(fact) for fact in stated.facts]
+        facts = [encode(self._tokenizer, fact) for fact in stated.facts]
         ending: list[int] = []
         answered: list[bool] = []
         for question, opening in stated.questions:
-            tokens = self._encode(question)
-            start = _shared_length(tokens, self._encode(opening))
+            tokens = encode(self._tokenizer, question)
+            start = shared_length(tokens, encode(self._tokenizer, opening))
             ending += tokens
             answered += [place >= start for place in range(len(tokens))]
         answers = torch.zeros(len(row), dtype=torch.bool)
@@ -201,9 +202,6 @@ class FactRows:
         answers[-len(ending) :] = torch.tensor(answered)
         ids = [*pieces, *row[start:room].tolist(), *ending]
         return torch.tensor(ids, dtype=row.dtype), answers
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class StatedFacts(NamedTuple):
@@ -320,12 +318,6 @@ class PasskeyRows:
         answers[length - len(self._documents.answer(key)) : length] = True
         start = torch.tensor(document, dtype=row.dtype)[: len(row)]
         return torch.cat((start, row[len(start) :])), answers
-
-
-def _shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens that both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _tile(row: Tensor, rng: np.random.Generator) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,17 @@ def fingerprint(tokenizer: Any) -> str:
         rules.pop("padding", None)
         rules.pop("truncation", None)
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text without special ones."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def encode_pieces(tokenizer: Any, text: str) -> Iterator[np.ndarray]:

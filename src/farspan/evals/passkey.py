@@ -30,6 +30,7 @@ from farspan.attention.rope import reset_dynamic_rope
 from farspan.attention.scores import Scores
 from farspan.batching import run_in_batches
 from farspan.data.passkey import PasskeyDocuments, held_out_key
+from farspan.data.tokens import shared_length
 from farspan.errors import FarspanError
 from farspan.evals.engine import Engine
 from farspan.evals.perplexity import rows_per_batch
@@ -256,7 +257,7 @@ class PrefixCache:
         if 4 * shared < rows.shape[1]:
             return
         prefix = rows[0, :shared].tolist()
-        known = _common_prefix(prefix, self._tokens) // self._chunk * self._chunk
+        known = shared_length(prefix, self._tokens) // self._chunk * self._chunk
         if known < min(shared, len(self._tokens)):  # the cached text diverges: drop the rest
             self._cache.crop(known - len(self._tokens))
             del self._tokens[known:]
@@ -341,15 +342,6 @@ def _sample(cell: EvalCell, key: int, said: str, hit: bool) -> Sample:
         "said": said,
         "hit": hit,
     }
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of leading tokens that two texts share."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next(
-        (index for index, (left, right) in pairs if left != right),
-        min(len(first), len(second)),
-    )
 
 
 def _accuracy(metric: str, length: int, samples: Sequence[Sample], tags: dict[str, Any]) -> Score:

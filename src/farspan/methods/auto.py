@@ -93,8 +93,7 @@ def fit_best(
             # The searches of Wang 2024 start from it.
             scales = patches[name].scales
             assert scales is not None
-            value = float(scales.base[0, 0])
-            start = max(1.0, value) if config.search.constraint else value
+            start = config.search.allowed(float(scales.base[0, 0]))
             config = replace(config, search=replace(config.search, init=start))
     if "swan" in patches and (lost := _lost_retrieval(model, patches["swan"], job)) > MAX_LOST:
         notes.append(

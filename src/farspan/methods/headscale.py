@@ -133,7 +133,7 @@ def best_uniform(model: PreTrainedModel, job: FitJob, search: SearchConfig) -> f
     scales = uniform(model, job).scales
     assert scales is not None
     (best,) = scales.base.unique().tolist()
-    return max(1.0, best) if search.constraint else best
+    return search.allowed(best)
 
 
 def check_init(search: SearchConfig, job: FitJob) -> None:

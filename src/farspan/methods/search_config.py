@@ -83,6 +83,10 @@ class SearchConfig:
         else:
             check_least(self, 0, "init", part="search.")
 
+    def allowed(self, scale: float) -> float:
+        """The scale, or the least that the constraint allows."""
+        return max(1.0, scale) if self.constraint else scale
+
     @property
     def most_windows(self) -> int:
         """The most windows that a search reads."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from farspan.attention.model_facts import config_train_length, max_positions, probe_or_none
 from farspan.data.documents import PYTHON_DOCS, read_documents
+from farspan.data.tokens import encode
 from farspan.deprecation import renamed_arguments
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import FarspanError, ProofError
@@ -161,7 +162,7 @@ def _token_ids(
     if tokenizer is None:
         return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     text = next(read_documents(PYTHON_DOCS)).text[: 16 * length]
-    encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = encode(tokenizer, text)
     ids = torch.tensor([encoded[:length]])
     if int(ids.max()) >= vocabulary:
         raise FarspanError(

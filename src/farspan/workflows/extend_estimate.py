@@ -57,6 +57,10 @@ class Speed:
         backward = _seconds_of_gradient(model, job) if searches else 0.0
         return cls(forward, backward / forward.seconds)
 
+    def of_passkeys(self, keys: int, lengths: Sequence[int]) -> float:
+        """The seconds of measuring passkeys, whose prompts share their beginning."""
+        return sum(keys * PASSKEY_DEPTHS * self.forward.of(length) / 2 for length in lengths)
+
 
 def _seconds_of_gradient(model: PreTrainedModel, job: FitJob) -> float:
     """Of a pass with the gradient of scales, as a search takes it."""
@@ -73,9 +77,7 @@ def extension_stages(
     """The stages of an extension with their time, in order. A search may end earlier."""
     choose = config.choose_windows * speed.forward.of(job.target)
     measure = config.report_windows * speed.forward.of(job.target)
-    lengths = doublings(job.train_length, job.target) if config.passkeys else []
-    for length in lengths:  # prompts share their beginning
-        measure += config.passkeys * PASSKEY_DEPTHS * speed.forward.of(length) / 2
+    measure += speed.of_passkeys(config.passkeys, doublings(job.train_length, job.target))
     stages = [Stage("measure before", measure)]
     for candidate in candidates:
         stages += candidate_stages(candidate, speed, job, config, choose)

@@ -57,6 +57,7 @@ from farspan.workflows.reproduce_study import (
     list_cells,
     list_grids,
     method_config,
+    method_names,
     read_study,
 )
 from farspan.workflows.reproduce_texts import StudyTexts
@@ -308,7 +309,7 @@ def _search_defaults(study: ReproduceStudy, method: str) -> dict[str, Any]:
     A number of steps without passkeys is the search of Wang 2024, which does not change.
     """
     search = method_config(study.extension, method).search
-    if not {"headscale", "headlog"} & {*method.partition(":")[0].split("+")}:
+    if not {"headscale", "headlog"} & {*method_names(method)}:
         return {}
     plan = json.loads(json.dumps(asdict(search.resolve(True))))
     if plan["passkeys"]:
@@ -355,10 +356,7 @@ def _check_model(texts: StudyTexts, name: str) -> None:
     fitted = [method for method in study.methods[name] if method != "none"]
     layers = probe(small_model(config, False)) if fitted else []
     for method in fitted:
-        names, settings = (
-            method.partition(":")[0].split("+"),
-            method_config(study.extension, method),
-        )
+        names, settings = method_names(method), method_config(study.extension, method)
         check_compatible(names, layers, config, f"{name} (methods.{name})", settings)
     if config_train_length(config) is None:
         raise FarspanError(

@@ -19,7 +19,7 @@ from farspan.methods.job import FitJob
 from farspan.methods.uniform import STEP
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Stage
-from farspan.workflows.extend_estimate import PASSKEY_DEPTHS, Speed, candidate_stages
+from farspan.workflows.extend_estimate import Speed, candidate_stages
 from farspan.workflows.pretrain import read_recipe
 from farspan.workflows.reproduce_study import GridCell, ReproduceStudy, StudyCell, method_config
 
@@ -96,8 +96,7 @@ def _cell_seconds(
 ) -> Iterator[float]:
     length, longest = job.train_length, job.train_length * study.report_factor
     yield len(study.report) * study.report_windows * speed.forward.of(longest)
-    for prompt in doublings(length, longest):  # prompts share their beginning
-        yield study.passkeys * PASSKEY_DEPTHS * speed.forward.of(prompt) / 2
+    yield speed.of_passkeys(study.passkeys, doublings(length, longest))
     if cell.method == "none":
         return
     target, method = length * cell.factor, _method(cell)

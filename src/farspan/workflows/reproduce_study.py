@@ -228,10 +228,15 @@ def list_cells(study: ReproduceStudy) -> list[StudyCell]:
 def _is_random(study: ReproduceStudy, method: str) -> bool:
     """Whether the result of a method depends on the seed, which orders its training text."""
     tuned = bool(method_config(study.extension, method).tune)
-    names = method.partition(":")[0].split("+")
     return any(
-        name in RANDOM_METHODS or (tuned and "tune" in METHOD_SETTINGS[name]) for name in names
+        name in RANDOM_METHODS or (tuned and "tune" in METHOD_SETTINGS[name])
+        for name in method_names(method)
     )
+
+
+def method_names(method: str) -> list[str]:
+    """`yarn+headscale:search.steps=50` -> ["yarn", "headscale"]."""
+    return method.partition(":")[0].split("+")
 
 
 def method_config(config: ExtendConfig, method: str) -> ExtendConfig:

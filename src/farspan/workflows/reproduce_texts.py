@@ -19,7 +19,7 @@ from farspan.methods.fit import search_windows
 from farspan.model import FarspanConfig
 from farspan.train.metadata import begin_of_text, stated_begin_of_text
 from farspan.train.search_text import is_mixture, search_text, text_files
-from farspan.workflows.reproduce_study import ReproduceStudy, method_config
+from farspan.workflows.reproduce_study import ReproduceStudy, method_config, method_names
 
 
 class StudyTexts:
@@ -102,13 +102,12 @@ class StudyTexts:
         study, target = self.study, length * max(self.study.factors)
         needed = [("report", file, length * study.report_factor) for file in study.report]
         for method in filter("none".__ne__, study.methods[model]):
-            names = method.partition(":")[0].split("+")
             configs = {
                 factor: method_config(study.extension_for(factor), method)
                 for factor in study.factors
             }
             window = max(
-                search_windows(names, config, length * factor, length)[0]
+                search_windows(method_names(method), config, length * factor, length)[0]
                 for factor, config in configs.items()
             )
             needed += [("search", study.search, window), ("choose", study.choose, target)]
