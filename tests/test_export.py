@@ -236,7 +236,7 @@ def test_live_keeps_a_schedule(tmp_path):
 def test_stock_runs_in_a_process_without_farspan(exported, live_logits, tmp_path):
     done = exported("nope-twin:scales", "stock")
     mixture = build("farspan-swan")  # windowed rotary layers and a NoPE layer
-    to_stock(mixture)[0].save_pretrained(tmp_path / "mixture")
+    to_stock(mixture).save_pretrained(tmp_path / "mixture")
     torch.save({"twin": sample(), "mixture": tokens()}, tmp_path / "ids.pt")
     script = f"""
 import sys
@@ -282,7 +282,7 @@ def test_peft_loads_the_adapter_on_the_base_and_on_its_stock_export(exported, li
     assert done.bytes < 50_000
     live = live_logits("rope-twin:scales")
     base = farspan.load("rope-twin", dtype=torch.float32).model
-    stock, _ = to_stock(base)
+    stock = to_stock(base)
     for target in (base, stock):
         model = peft.PeftModel.from_pretrained(target, done.folder)
         assert model.peft_config["default"].base_model_name_or_path == "rope-twin"

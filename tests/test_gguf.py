@@ -273,7 +273,7 @@ def test_the_tokenizer_splits_digits_as_the_file_says(tmp_path):
     """Spaces and line breaks before a number are words without it, in SmolLM2 as in ours."""
     text = "a\n\n12 b   34\n    5 = 6"
     original = farspan.load("rope-twin")
-    write_gguf(to_stock(original.model)[0], original.tokenizer, tmp_path / "model.gguf")
+    write_gguf(to_stock(original.model), original.tokenizer, tmp_path / "model.gguf")
     loaded = load_tokenizer(tmp_path / "model.gguf")
     loaded.save_pretrained(tmp_path / "saved")
     ids = original.tokenizer(text)["input_ids"]

@@ -37,9 +37,8 @@ def build(position, **extra) -> FarspanForCausalLM:
 @torch.no_grad()
 def test_every_mixture_has_an_equal_stock_model(position):
     model = build(position)
-    stock, proof = to_stock(model)
+    stock = to_stock(model)
     assert type(stock) is (LlamaForCausalLM if position == "rope" else SmolLM3ForCausalLM)
-    assert proof.holds
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         assert getattr(stock.config, token) == getattr(model.config, token)
     assert (stock(tokens(40)).logits - model(tokens(40)).logits).abs().max() < 1e-5
@@ -49,7 +48,7 @@ def test_every_mixture_has_an_equal_stock_model(position):
 @torch.no_grad()
 def test_base_scale_is_folded_into_the_queries(base_scale):
     model = build("none", base_scale=base_scale)
-    stock, _ = to_stock(model)
+    stock = to_stock(model)
     assert (stock(tokens()).logits - model(tokens()).logits).abs().max() < 1e-5
 
 
@@ -57,7 +56,7 @@ def test_a_stock_model_ends_texts_where_the_model_does():
     """A chat model may have a second end token, which its config does not name."""
     model = build("rope")
     model.generation_config.eos_token_id = [2, 5]
-    stock, _ = to_stock(model)
+    stock = to_stock(model)
     assert stock.generation_config.eos_token_id == [2, 5]
     assert stock.generation_config is not model.generation_config
 
@@ -66,7 +65,7 @@ def test_a_stock_model_ends_texts_where_the_model_does():
 def test_saved_checkpoint_is_read_by_transformers_alone(tmp_path):
     """tests/test_export.py reads one in a process that cannot import farspan."""
     model = build(["rope/8", "rope/8", "rope/8", "none"])
-    to_stock(model)[0].save_pretrained(tmp_path)
+    to_stock(model).save_pretrained(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(stock) is SmolLM3ForCausalLM
     assert (stock(tokens()).logits - model(tokens()).logits).abs().max() < 1e-5
@@ -102,3 +101,13 @@ def test_failed_stock_proof_writes_nothing(tmp_path, monkeypatch):
     with pytest.raises(ProofError, match="differs from the farspan model"):
         farspan.export(tmp_path / "model", tmp_path / "stock", "stock")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_error_that_rounding_to_bf16_would_hide_is_refused(tmp_path, monkeypatch):
+    model = build("rope")
+    model.save_pretrained(tmp_path / "model")
+    wrong = stock_module.stock_config(model.config)
+    wrong.rope_parameters["rope_theta"] *= 1.001
+    monkeypatch.setattr(stock_module, "stock_config", lambda config: wrong)
+    with pytest.raises(ProofError, match="differs from the farspan model"):
+        farspan.export(tmp_path / "model", tmp_path / "stock", "stock", dtype="bfloat16")

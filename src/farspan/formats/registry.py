@@ -146,7 +146,7 @@ def _folded_model(job: ExportJob) -> PreTrainedModel:
 
 def _stock_model(job: ExportJob) -> PreTrainedModel:
     model = _folded_model(job)
-    stock = to_stock(model)[0] if isinstance(model, FarspanForCausalLM) else model
+    stock = to_stock(model) if isinstance(model, FarspanForCausalLM) else model
     config = stock.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     # Engines serve no more tokens than max_position_embeddings. Dynamic rope types compute with it,
