@@ -103,11 +103,6 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text without special ones."""
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens that both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
