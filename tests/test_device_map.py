@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 import farspan
-from farspan.attention.patch import fingerprint
+from farspan.attention.patch import Patch, fingerprint
 from farspan.cli import app
 from farspan.device_map import is_placed
 from farspan.diagnosis.curves import nonfinite_weight
@@ -64,6 +64,21 @@ def test_weights_on_the_disk_are_read_for_each_pass(llama):
     assert torch.equal(logits(placed), logits(plain))
     assert fingerprint(placed) == fingerprint(plain)
     assert {name for name, weight in placed.named_parameters() if weight.is_meta} == outside
+
+
+def test_new_weights_outside_memory_are_refused_before_anything_changes(llama):
+    plain, placed = (farspan.load(llama, device_map=each).model for each in (None, ON_DISK))
+    first, norm = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
+    weights = {name: 2 * dict(plain.named_parameters())[name].detach() for name in (norm, first)}
+    linear = {"rope_type": "linear", "factor": 4.0}
+    patch = Patch("test", fingerprint(plain), 128, 64, rope=linear, weights=weights)
+    before = logits(placed)
+    with pytest.raises(FarspanError, match=f"replaces 1 weights .* outside memory, first {first};"):
+        patch.apply(placed)
+    assert torch.equal(logits(placed), before)
+    inside = replace(patch, weights={norm: weights[norm]})
+    assert torch.equal(logits(inside.apply(placed)), logits(inside.apply(plain)))
+    assert not torch.equal(logits(placed), before)
 
 
 def test_a_weight_on_the_disk_that_is_not_finite_is_named(llama, tmp_path):

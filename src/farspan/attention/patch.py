@@ -107,6 +107,13 @@ class Patch(Summarized):
                     f"the patch replaces {name!r} {list(weight.shape)}, which this model does not "
                     "have; apply it to its own base model"
                 )
+        outside = [name for name in self.weights or () if parameters[name].is_meta]
+        if outside:
+            raise FarspanError(
+                f"the patch replaces {len(outside)} weights that the device map keeps outside "
+                f"memory, first {outside[0]}; load the model without a device map, or with one "
+                "that keeps them in memory"
+            )
         if scales is not None:
             _check_scales(scales, model)
         if self.rope is not None:
