@@ -39,10 +39,11 @@ from farspan.lab.study import (
 )
 from farspan.lab.tasks import TASKS
 from farspan.lab.tokenizer import WordTokenizer
-from farspan.model import FarspanForCausalLM
+from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
 from farspan.workflows import lab_training
+from farspan.workflows.eval_models import model_identity
 from farspan.workflows.lab import dump, read_study, run, summarize
 from farspan.workflows.lab_estimate import estimate
 
@@ -878,3 +879,30 @@ def test_saving_a_loaded_model_keeps_its_code(tmp_path):
     assert (tmp_path / "two" / "mine.py").read_text() == TURN
     ids = torch.arange(5, 14)[None]
     assert torch.equal(farspan.load(tmp_path / "two", **TRUST).model(ids).logits, model(ids).logits)
+
+
+def test_a_model_is_identified_by_the_code_of_its_encodings_and_not_by_its_path(tmp_path):
+    tokenizer = farspan.load("nope-twin").tokenizer
+    code = (TURN + TURN.replace("class Turn", "class Other"),) * 2
+    (tmp_path / "mine.py").write_text(code[0])
+    reference = f"{tmp_path / 'mine.py'}:Turn"
+    import_code(reference, "key", trust_remote_code=True)
+    shape = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = FarspanConfig(**shape, position="mine", custom_encodings={"mine": reference})
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "model")
+
+    def identity() -> dict[str, str]:
+        return model_identity(farspan.load(folder, **TRUST).model, tokenizer, None)
+
+    folder = tmp_path / "model"
+    before = identity()
+    folder = folder.rename(tmp_path / "moved")
+    assert identity() == before
+    settings = json.loads((folder / "config.json").read_text())
+    settings["custom_encodings"]["mine"] = "mine.py:Other"
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert identity() != before
+    settings["custom_encodings"]["mine"] = "mine.py:Turn"
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "mine.py").write_text(code[0].replace("0.3", "0.4"))
+    assert identity() != before

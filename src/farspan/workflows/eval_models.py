@@ -18,6 +18,7 @@ from farspan.attention.patch import Patch
 from farspan.begin_of_text import load_with_begin_of_text
 from farspan.bundled import resolve_bundled
 from farspan.cells import cell_key
+from farspan.custom_code import source_hash
 from farspan.data.tokens import adds_begin_of_text
 from farspan.data.tokens import fingerprint as tokenizer_fingerprint
 from farspan.device_map import stored_tensors
@@ -82,6 +83,9 @@ def model_identity(model: PreTrainedModel, tokenizer: Any, patch: Patch | None) 
     config = json.loads(model.config.to_json_string(use_diff=False))
     for incidental in ("_name_or_path", "transformers_version", "architectures", "dtype"):
         config.pop(incidental, None)
+    for name, reference in config.get("custom_encodings", {}).items():  # code counts, not its path
+        code = source_hash(reference, f"the encoding {name}")
+        config["custom_encodings"][name] = [code, reference.rpartition(":")[2]]
     identity = {
         "weights": _weights_digest(model),
         "config": cell_key(config),
