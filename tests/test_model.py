@@ -314,6 +314,11 @@ BAD_CONFIGS = {
     r"window sizes \[64, 128\].*one sliding_window": {"position": "rope/128", "sliding_window": 64},
     "has no valid window": {"position": "rope/"},
     "has no valid window; write it as rope/128": {"position": "rope/-1"},
+    "'none/1' has no valid window; .* with a window of 2 or more": {"position": "none/1"},
+    "sliding_window is 1; set a window size of 2 or more": {
+        "layer_types": ["sliding_attention"] * 8,
+        "sliding_window": 1,
+    },
     "3 entries does not fit 8 layers": {"position": ["none"] * 3},
     "0 entries does not fit": {"position": []},
     "'learned' is added to the embeddings": {"position": ["learned", "none"]},

@@ -14,6 +14,7 @@ from farspan.errors import FarspanError, suggest
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MIN_WINDOW = 2  # transformers' sliding caches keep every key of a window of 1
 DERIVED = ("num_key_value_heads", "head_dim", "position_table")  # None: derived from the others
 COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -198,10 +199,10 @@ class FarspanConfig(PreTrainedConfig):
                 f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} "
                 "layers; set one per layer"
             )
-        if SLIDING in self.layer_types and not (self.sliding_window and self.sliding_window > 0):
+        if SLIDING in self.layer_types and (self.sliding_window or 0) < MIN_WINDOW:
             raise FarspanError(
                 f"layer_types has {SLIDING}, but sliding_window is {self.sliding_window}; "
-                "set a window size"
+                f"set a window size of {MIN_WINDOW} or more"
             )
         if SLIDING not in self.layer_types:
             self.sliding_window = None  # a cache would otherwise slide every layer
@@ -227,8 +228,11 @@ def parse_position(entry: str, custom: Iterable[str] = ()) -> tuple[str, int | N
         raise FarspanError(f"position {entry!r} is unknown; {suggest(kind, known)}")
     if not window and "/" not in entry:
         return kind, None
-    if not window.isdecimal() or int(window) < 1:
-        raise FarspanError(f"position {entry!r} has no valid window; write it as {kind}/128")
+    if not window.isdecimal() or int(window) < MIN_WINDOW:
+        raise FarspanError(
+            f"position {entry!r} has no valid window; write it as {kind}/128, with a window of "
+            f"{MIN_WINDOW} or more"
+        )
     return kind, int(window)
 
 
