@@ -17,6 +17,7 @@ import farspan
 from farspan.attention import seam
 from farspan.attention.probe import probe
 from farspan.attention.scores import Scores
+from farspan.custom_code import import_code
 from farspan.errors import FarspanError
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.encodings import BUILT_IN, Cope, Encoding, Fire, Kerple, Randomized
@@ -268,6 +269,22 @@ def test_padded_batches_and_static_caches_are_refused(position):
         built.generate(ids[:1], max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(FarspanError, match=f"drop the score bias of {position} layers"):
         FarspanForCausalLM._from_config(config(position), attn_implementation="flex_attention")
+
+
+def test_packed_texts_are_refused_where_scores_depend_on_more_than_the_keys_between(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from farspan.model.encodings import Fire\nclass Own(Fire):\n    pass\n"
+    )
+    own = f"{tmp_path / 'own.py'}:Own"
+    import_code(own, "key", trust_remote_code=True)
+    ids, packed = tokens(9), torch.cat((torch.arange(5), torch.arange(4)))[None]
+    for position in ("fire", "own"):
+        built = model(position, custom_encodings={"own": own})
+        with pytest.raises(FarspanError, match=f"{position} layers cannot run packed texts; run"):
+            built(ids, position_ids=packed, use_cache=False)
+        expected = built(ids, use_cache=False).logits
+        in_order = built(ids, position_ids=torch.arange(9)[None], use_cache=False).logits
+        assert (in_order - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("position", BUILT_IN)

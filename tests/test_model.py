@@ -300,6 +300,24 @@ def test_masks_exist_only_where_keys_are_hidden(monkeypatch):
     assert all(layers_with_mask("none", "flex_attention"))
 
 
+PACKED = ("none", "rope", "rope/5", "alibi", "t5", "kerple", "cope", "learned", "sinusoidal")
+
+
+@pytest.mark.parametrize("position", PACKED)
+@torch.no_grad()
+def test_packed_texts_are_computed_as_separate_ones(position: str):
+    model = FarspanForCausalLM(FarspanConfig(**SHAPE, position=position)).double().eval()
+    for name, parameter in model.named_parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.3 * ("norm" not in name))
+    texts = tokens(9, batch=1), tokens(16, batch=1)[:, 9:]
+    places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    expected = torch.cat([model(text, use_cache=False).logits for text in texts], dim=1)
+    whole = torch.cat(texts, dim=1)
+    packed = model(whole, position_ids=places, use_cache=False).logits
+    assert (packed - expected).abs().max() < 1e-10
+    assert (model(whole, use_cache=False).logits - expected).abs().max() > 1e-3
+
+
 def test_rope_type_none_makes_rope_layers_nope():
     config = FarspanConfig(
         num_hidden_layers=4, position=["rope", "none"], rope_parameters={"rope_type": "none"}

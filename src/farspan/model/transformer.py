@@ -46,6 +46,8 @@ from farspan.model.positions import (
 )
 
 eager_attention_forward = biased_attention.attend_eager  # the seam looks it up here
+# Built-in scores that depend on the keys from j to i alone, so packed texts do not change them.
+RELATIVE = ("kerple", "cope")
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
@@ -289,7 +291,7 @@ class FarspanModel(FarspanPreTrainedModel):
                 f"{'neither' if input_ids is None else 'both'}; pass one of them"
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self._check_call(attention_mask, past_key_values, bool(use_cache))
+        use_cache = self._check_call(attention_mask, position_ids, past_key_values, bool(use_cache))
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         packed = position_ids is not None
@@ -338,7 +340,7 @@ class FarspanModel(FarspanPreTrainedModel):
         """Whether an encoding draws random numbers, for a whole text."""
         return any(getattr(position, "random", False) for position in self.positions.values())
 
-    def _check_call(self, attention_mask, past_key_values, use_cache: bool) -> bool:
+    def _check_call(self, attention_mask, position_ids, past_key_values, use_cache: bool) -> bool:
         """Refuse what an encoding of the open protocol cannot do; returns whether to cache."""
         if self.draws_positions:
             if past_key_values is not None:
@@ -352,6 +354,13 @@ class FarspanModel(FarspanPreTrainedModel):
             for kind, encoding in self.positions.items()
             if isinstance(encoding, Encoding) and encoding.adds_scores
         ]
+        absolute = [kind for kind in scoring if kind not in RELATIVE]
+        # transformers' masks find packed texts so, too.
+        may_pack = position_ids is not None and attention_mask is past_key_values is None
+        if absolute and may_pack and (position_ids.diff(dim=-1) != 1).any():
+            raise FarspanError(
+                f"{absolute[0]} layers cannot run packed texts; run one text per row"
+            )
         if scoring and attention_mask is not None:
             # Their scores depend on more than distances, which padding does not change.
             if isinstance(attention_mask, dict):
