@@ -433,6 +433,22 @@ def test_entropy_by_position_ignores_padding():
     assert torch.allclose(padded.entropy[0][:, 6:], mean, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [(0, 1), (0,)], ids=["beside a longer text", "alone"])
+@torch.no_grad()
+def test_entropy_by_position_ignores_padding_after_a_text(rows):
+    model, ids = FAMILIES[0].build(), tokens()[list(rows)]
+    mask = torch.ones_like(ids)
+    mask[0, 15:] = 0
+    padded, separate = EntropyByPosition(24), EntropyByPosition(24)
+    with seam.observing(model, padded):
+        model(ids, attention_mask=mask, use_cache=False)
+    with seam.observing(model, separate):
+        for row, length in zip(rows, (15, 24), strict=False):
+            model(tokens()[row : row + 1, :length], use_cache=False)
+    for layer, expected in separate.entropy.items():
+        assert torch.allclose(padded.entropy[layer], expected, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("bins", [None, 4])
 def test_queries_beyond_the_length_are_not_counted(bins: int | None):
     torch.manual_seed(0)

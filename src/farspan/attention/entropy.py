@@ -123,13 +123,19 @@ def _full_precision(device: torch.device) -> Iterator[None]:
             option.fp32_precision = precision
 
 
-def _slots(call: Call) -> Tensor:
-    """The sequence position of each query, [Q]: the last key it sees, which is itself."""
+def _slots(call: Call) -> tuple[Tensor, Tensor]:
+    """The sequence position of each query, [Q], and whether it is text, [B or 1, Q].
+
+    The last key that a query of text sees is itself. Padding is a key that no query sees."""
     queries, keys = call.q.shape[2], call.k.shape[2]
+    index = torch.arange(queries, device=call.q.device)
     if call.mask is None:  # a single query is at the end of the cache
-        return torch.arange(queries, device=call.q.device) + (keys - 1 if queries == 1 else 0)
+        slots = index + (keys - 1 if queries == 1 else 0)
+        return slots, torch.ones_like(slots, dtype=torch.bool)[None]
     visible = visible_mask(call.mask)[:, 0]
-    return (visible * torch.arange(keys, device=call.q.device)).amax(-1).amax(0)
+    last = (visible * torch.arange(keys, device=call.q.device)).amax(-1)
+    slots = index + (last - index).amax().clamp(max=keys - queries)
+    return slots, visible.any(1)[:, slots]
 
 
 class EntropyByPosition:
@@ -152,7 +158,8 @@ class EntropyByPosition:
     def __call__(self, call: Call) -> None:
         """Measure a call; the model's own backend computes its output."""
         measured = entropy(Scores.from_call(call), every=self.every)
-        self._add(call.layer, _slots(call)[:: self.every], measured)
+        slots, text = _slots(call)
+        self._add(call.layer, slots[:: self.every], text[:, :: self.every], measured)
 
     def fused_backend(self, model: PreTrainedModel) -> Backend:
         """The same as a backend for `seam.using`.
@@ -169,21 +176,21 @@ class EntropyByPosition:
                 self(call)
                 return own_attention(module, query, key, value, attention_mask, **options)
             output, measured = kernels.attention(scores, call.v[:, :, : scores.k.shape[2]])
-            self._add(call.layer, _slots(call), measured)
+            self._add(call.layer, *_slots(call), measured)
             return output.transpose(1, 2).contiguous(), None
 
         return attend
 
-    def _add(self, layer: int, slots: Tensor, measured: Entropy) -> None:
+    def _add(self, layer: int, slots: Tensor, text: Tensor, measured: Entropy) -> None:
         nats = measured.nats
         if layer not in self._sums:
             self._sums[layer] = nats.new_zeros((nats.shape[1], self.bins), dtype=torch.float64)
             self._counts[layer] = nats.new_zeros(self.bins, dtype=torch.float64)
         bin_of = (slots * self.bins // self.length).clamp(max=self.bins - 1)
-        # A query that sees no key is padding; one beyond the length was not asked for.
-        counted = (torch.isfinite(measured.lse[:, 0]) & (slots < self.length)).double()  # [B, rows]
+        # Padding before a text sees no key; a query beyond the length was not asked for.
+        counted = torch.isfinite(measured.lse[:, 0]) & text & (slots < self.length)  # [B, rows]
         self._sums[layer].index_add_(1, bin_of, (nats.double() * counted[:, None]).sum(0))
-        self._counts[layer].index_add_(0, bin_of, counted.sum(0))
+        self._counts[layer].index_add_(0, bin_of, counted.double().sum(0))
 
     @property
     def layers(self) -> list[int]:
