@@ -655,6 +655,7 @@ def test_closing_the_stream_stops_generation():
         ("either --prompt-file", ["rope-twin", "--prompt", "a", "--prompt-file", "b"]),
         ("the prompt is empty", ["rope-twin", "--prompt", ""]),
         ("is not UTF-8 text \\(byte 1\\)", ["rope-twin", "--prompt-file", "latin.txt"]),
+        ("is not UTF-8 text \\(character 1\\); convert", ["rope-twin", "--prompt", "a\udce9b"]),
         ("nowhere.txt is no", ["rope-twin", "--prompt-file", "nowhere.txt"]),
         ("--max-new-tokens is 0;", ["rope-twin", "--prompt", "a", "--max-new-tokens", "0"]),
         ("temperature is -1;", ["rope-twin", "--prompt", "a", "--temperature", "-1"]),

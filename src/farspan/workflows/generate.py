@@ -106,6 +106,12 @@ def generate(
 def _check_settings(prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
     if not prompt:
         raise FarspanError("the prompt is empty; give some text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8
+        raise FarspanError(
+            f"the prompt is not UTF-8 text (character {error.start}); convert it to UTF-8"
+        ) from None
     if max_new_tokens < 1:
         raise FarspanError(f"--max-new-tokens is {max_new_tokens}; choose 1 or more")
     if not 0 <= temperature < float("inf"):
