@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 import farspan
-from families import FAMILIES, tokens
+from families import FAMILIES, SHAPE, tokens
 from farspan import cli
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
@@ -35,6 +35,7 @@ from farspan.formats import registry
 from farspan.formats.fold import LogitProof, logits
 from farspan.formats.stock import to_stock
 from farspan.gguf_loading import dequantized_dtype
+from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.workflows import export as export_workflow
 from farspan.workflows.generate import generate
 
@@ -681,6 +682,18 @@ def test_generate_refuses_bad_prompts_and_settings(
     code, printed = run_and_fail(capsys, monkeypatch, "generate", *arguments)
     assert code == 2
     assert re.search(message, printed)
+
+
+def test_generation_fills_a_position_table_but_for_the_last_token(tmp_path):
+    config = FarspanConfig(**{**SHAPE, "vocab_size": 257}, position="learned")
+    FarspanForCausalLM(config).save_pretrained(tmp_path)
+    train_tokenizer(["a b c"], 257).save_pretrained(tmp_path)
+    loaded, tokenizer = farspan.load(tmp_path)
+    loaded.generation_config.eos_token_id = tokenizer.eos_token = None
+    room = 64 - len(tokenizer("a b c")["input_ids"])
+    assert list(generate((loaded, tokenizer), "a b c", max_new_tokens=room + 1))
+    with pytest.raises(FarspanError, match="position table of .* has 64 rows"):
+        generate((loaded, tokenizer), "a b c", max_new_tokens=room + 2)
 
 
 def lines() -> list[str]:

@@ -83,7 +83,7 @@ def generate(
     ids = torch.tensor([encode_prompt(tokenizer, prompt)], device=loaded.device)
     length = ids.shape[1]
     limit = max_positions(loaded.config, probe_or_none(loaded))
-    if limit is not None and length + max_new_tokens > limit:
+    if limit is not None and length + max_new_tokens - 1 > limit:  # the last one is not read
         raise FarspanError(
             f"the prompt has {length} tokens, {max_new_tokens} more are requested, and the "
             f"position table of {model} has {limit} rows; shorten the prompt, or lower "
