@@ -129,6 +129,14 @@ def test_metadata_decide_and_a_large_disagreement_is_a_warning(checkpoint, losse
     assert not rule.decide_begin_of_text(model, tokenizer).warning
 
 
+def test_a_tokenizer_without_a_path_has_no_metadata(checkpoint, tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.name_or_path = ""
+    (tmp_path / "training.json").write_text('{"begin_of_text": true}')
+    monkeypatch.chdir(tmp_path)
+    assert stated_begin_of_text(tokenizer)[0] is None
+
+
 def test_the_tokenizers_own_setting_is_read(checkpoint):
     load = AutoTokenizer.from_pretrained
     assert stated_begin_of_text(load(checkpoint))[0] is None

@@ -52,7 +52,8 @@ def stated_begin_of_text(tokenizer: Any) -> tuple[bool | None, str]:
     """
     if tokenizer.bos_token_id is None:
         return False, "its tokenizer has no begin-of-text token"
-    facts = _read(Path(getattr(tokenizer, "name_or_path", "") or ""))
+    name = getattr(tokenizer, "name_or_path", "")
+    facts = _read(Path(name)) if name else {}
     if isinstance(facts.get("begin_of_text"), bool):
         return facts["begin_of_text"], f"{FILE} says so"
     if adds_begin_of_text(tokenizer):
