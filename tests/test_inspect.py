@@ -18,6 +18,7 @@ from families import FAMILIES, SHAPE, Family, tokens
 from farspan.attention import probe as probe_module
 from farspan.attention import seam
 from farspan.attention.model_facts import config_train_length, layer_heads
+from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import probe
 from farspan.cli import app
 from farspan.cli.console import console
@@ -282,6 +283,29 @@ def test_rope_scaling_and_the_next_commands_follow_the_config(tmp_path):
     assert second == "farspan extend MODEL --to 128 --method ntk"
     assert f"which {tmp_path} lacks: MODEL is a folder" in inspection.warnings[-1]
     assert inspect_family("farspan-none").rope is None
+
+
+def test_the_next_commands_name_the_model_as_a_shell_reads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = FarspanForCausalLM(FarspanConfig(**SHAPE, position="rope"))
+    model.config.save_pretrained("d")
+    assert farspan.inspect("d").next_commands[0] == "farspan diagnose MODEL"
+    model.save_pretrained("own model")
+    commands = farspan.inspect("own model").next_commands
+    assert [command.split(" --")[0] for command in commands] == [
+        "farspan diagnose 'own model'",
+        "farspan extend 'own model'",
+    ]
+    Patch(
+        "test",
+        fingerprint(model),
+        128,
+        64,
+        rope={"rope_type": "linear", "factor": 2.0},
+        name="own model",
+    ).save(tmp_path / "own patch")
+    (command,) = farspan.inspect("own patch").next_commands
+    assert command == "farspan eval 'own patch' --baseline 'own model' -o results"
 
 
 def test_the_next_steps_of_a_model_object_are_calls():

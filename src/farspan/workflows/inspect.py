@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -198,7 +199,8 @@ def inspect(
                     f"--check runs the model itself, and {name} has no weights; leave --check out, "
                     "or give a folder with weights"
                 )
-            return _without_weights(_inspect_config(config, name, trust_remote_code, advance))
+            inspection = _inspect_config(config, name, trust_remote_code, advance)
+            return _without_weights(inspection, config)
     loaded = load(model, position=position, trust_remote_code=trust_remote_code).model
     advance(1, "probe the layers")
     _check_weights(loaded, name)
@@ -206,19 +208,21 @@ def inspect(
     inspection = _with_check(inspection, loaded, check)
     if patch is None:
         return inspection
-    command = f"farspan eval {name} --baseline {base_source(folder, patch)} -o results"
+    base = shlex.quote(base_source(folder, patch))
+    command = f"farspan eval {shlex.quote(name)} --baseline {base} -o results"
     return _with_patch(inspection, patch, command)
 
 
-def _without_weights(inspection: Inspection) -> Inspection:
+def _without_weights(inspection: Inspection, config: PreTrainedConfig) -> Inspection:
     """The inspection of a config, which the next commands cannot run."""
-    name = inspection.model
-    commands = tuple(
-        command.replace(f" {name}", " MODEL", 1) for command in inspection.next_commands
-    )
-    if not commands:
+    if not inspection.next_commands:
         return inspection
-    note = f"the next commands need weights, which {name} lacks: MODEL is a folder that has them"
+    scaled = existing_rope_scaling(config.get_text_config()) is not None
+    commands = next_commands("MODEL", inspection.layers, inspection.train_length, scaled)
+    note = (
+        f"the next commands need weights, which {inspection.model} lacks: MODEL is a folder that "
+        "has them"
+    )
     return replace(inspection, next_commands=commands, warnings=(*inspection.warnings, note))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ def next_commands(
 ) -> tuple[str, ...]:
     """Measure first, then extend by the method for this kind of model."""
     length = "" if train_length else " --train-length N"
+    name = shlex.quote(name)
     commands = [f"farspan diagnose {name}{length}"]
     method = recommended_method(layers, scaled)
     if method is not None:
