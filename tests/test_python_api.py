@@ -405,6 +405,10 @@ def test_lengths_are_written_as_on_the_command_line():
     assert parse_lengths("256:1024") == parse_lengths([256, 512, 1024])
     assert parse_lengths("256") == parse_lengths(256) == [256]
     assert parse_lengths(["256", "1k", 512]) == [256, 1024, 512]
+    assert parse_lengths(np.array([64, 128])) == [64, 128]
+    assert parse_lengths(np.int64(64)) == [parse_length(np.int64(64))] == [64]
+    with pytest.raises(FarspanError, match=r"'128\.0' is not a length"):
+        parse_lengths(128.0)
     with pytest.raises(FarspanError, match=r"'1024\.0' is not a length; write it as 2048 or 16k"):
         parse_length(1024.0)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 
 from farspan.errors import FarspanError
 
 MAX_EXAMPLE_LENGTH = 10_000
 
 
-def parse_lengths(text: str | int | Iterable[int | str]) -> list[int]:
+def parse_lengths(text: str | float | Iterable[float | str]) -> list[int]:
     """Lengths and ranges, separated by commas; a range is doubled up to its end.
 
     `512,1024` -> [512, 1024]; `512:4096` -> [512, 1024, 2048, 4096]; `16k` -> [16384]. Numbers are
     lengths already.
     """
-    if isinstance(text, int):
-        return [text]
+    if not isinstance(text, str | Iterable):
+        return [parse_length(text)]
     if not isinstance(text, str):
         return [length for part in text for length in parse_lengths(part)]
     lengths: list[int] = []
@@ -43,10 +44,10 @@ def doublings(first: int, last: int) -> list[int]:
     return [*lengths, last]
 
 
-def parse_length(text: str | int) -> int:
-    """`2048` -> 2,048; `16k` -> 16,384. A number is a length already."""
-    if isinstance(text, int):
-        return text
+def parse_length(text: str | float) -> int:
+    """`2048` -> 2,048; `16k` -> 16,384. A whole number is a length already."""
+    if isinstance(text, Integral):
+        return int(text)
     return _length(str(text), str(text), "2048 or 16k")
 
 
