@@ -421,6 +421,16 @@ def test_the_object_of_a_bundled_model_has_its_name_and_its_tokenizer(name):
     assert again.tokenizer("a word")["input_ids"] == loaded.tokenizer("a word")["input_ids"]
 
 
+@pytest.mark.parametrize("name", ["half", "float16", torch.float16])
+def test_a_dtype_may_be_a_name(name, model, patched):
+    assert farspan.load(model, dtype=name).model.dtype == torch.float16
+    assert farspan.load(patched, dtype=name).model.dtype == torch.float16
+    assert farspan.load(model, dtype="auto").model.dtype == torch.float32
+    for wrong in ("flot16", "int8", torch.int8):
+        with pytest.raises(FarspanError, match=f"dtype '?{wrong}'? is unknown; choose float32, bf"):
+            farspan.load(model, dtype=wrong)
+
+
 def test_one_of_several_needs_no_list(tmp_path):
     with pytest.raises(FarspanError, match="some-run was not found"):
         farspan.report("some-run", tmp_path / "report.html")

@@ -128,9 +128,11 @@ def load(
     """
     check_device(device)
     _check_options(model, device_map, device, position, attn_implementation)
+    dtype = parse_dtype(dtype)
     if isinstance(model, ModelObject):
         loaded = model.copy_model(device)
-        return LoadedModel(loaded.to(dtype=dtype) if dtype else loaded, _tokenizer_of(model))
+        loaded = loaded.to(dtype=dtype) if isinstance(dtype, torch.dtype) else loaded
+        return LoadedModel(loaded, _tokenizer_of(model))
     source = resolve_bundled(model)
     if is_patch(source):
         return _load_patched(
@@ -434,6 +436,16 @@ def _usable_devices() -> str:
     return "cpu, or cuda:0" if torch.cuda.is_available() else "cpu"
 
 
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
+    """`"half"` -> torch.float16; "auto", the dtype of the checkpoint, stays."""
+    if dtype in (None, "auto"):
+        return dtype
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if isinstance(named, torch.dtype) and named.is_floating_point:
+        return named
+    raise FarspanError(f"dtype {dtype!r} is unknown; choose float32, bfloat16, float16 or auto")
+
+
 def _supported_dtype(
     dtype: torch.dtype | None, device: str | torch.device | None
 ) -> torch.dtype | None:
@@ -504,7 +516,7 @@ def _load_patched(folder: Path, **options: Unpack[LoadOptions]) -> LoadedModel:
     patch = Patch.load(folder)
     # A patch identifies its base by weights rounded to bf16; rounding to float16 first could
     # give other bf16 values, so float16 comes after the patch.
-    half = options.get("dtype") in (torch.float16, "float16")
+    half = options.get("dtype") == torch.float16
     if half:
         options["dtype"] = None
     base, tokenizer = load_base(folder, patch, **options)
