@@ -456,6 +456,10 @@ def test_a_model_object_is_used_under_its_name_and_stays_as_it_is(model):
         torch.equal(a, b) for a, b in zip(copied.parameters(), model.parameters(), strict=True)
     )
     assert ModelObject.wrap(["nope-twin", model])[0] == "nope-twin"
+    for others in ((model,), ("nope-twin",), ((model, None),)):
+        both = ModelObject.wrap((model, *others))
+        assert [isinstance(each, str) for each in both] == [True, True]
+        assert ModelObject.wrap((model, *others, "x"))[0].model is model
     with pytest.raises(FarspanError, match=r"has no tokenizer .* give \(model, tokenizer\)"):
         farspan.evaluate(model, "perplexity", "unused")
 

@@ -32,12 +32,12 @@ class ModelObject(str):
     @classmethod
     def wrap(cls, value: Any) -> Any:
         """A model object, or a pair with its tokenizer, under its name; anything else as it is."""
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], PreTrainedModel):
+        if _is_pair(value):
             model, tokenizer = value
         elif isinstance(value, PreTrainedModel):
             model, tokenizer = value, None
         else:
-            return [cls.wrap(each) for each in value] if isinstance(value, list) else value
+            return [cls.wrap(each) for each in value] if isinstance(value, list | tuple) else value
         applied = applied_patch(model)
         folder = applied.folder if applied else ""
         path = folder or getattr(model, "name_or_path", "") or type(model).__name__
@@ -50,6 +50,16 @@ class ModelObject(str):
         """A copy in evaluation mode: functions patch, convert and move what they load."""
         copied = copy.deepcopy(self.model).eval()
         return copied.to(device) if device else copied
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether this is a model and its tokenizer, and not two models."""
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], PreTrainedModel)
+        and not isinstance(value[1], PreTrainedModel | str | Path | tuple)
+    )
 
 
 def accepts_model_objects(function: Callable[P, T]) -> Callable[P, T]:
