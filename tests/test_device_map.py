@@ -100,6 +100,21 @@ def test_diagnose(tiny, llama, maps):  # noqa: F811
         assert all(np.array_equal(one.curves.heads[n], other.curves.heads[n]) for n in (0, 1))
 
 
+@torch.no_grad()
+def test_an_object_with_layers_on_the_disk_stays_there(tiny, llama):  # noqa: F811
+    placed, tokenizer = farspan.load(llama, device_map=ON_DISK)
+    options = dict(data=tiny / "text.txt", lengths=[128], windows=2)
+    (expected,) = farspan.diagnose(llama, **options)
+    (measured,) = farspan.diagnose((placed, tokenizer), **options)
+    assert np.array_equal(measured.curves.loss, expected.curves.loss)
+    with pytest.raises(
+        FarspanError, match="a device map keeps 10 of this LlamaForCausalLM outside"
+    ):
+        farspan.inspect(placed)
+    with pytest.raises(FarspanError, match="in torch.float32; load it with dtype=torch.bfloat16"):
+        farspan.load(placed, dtype=torch.bfloat16)
+
+
 @pytest.mark.long
 def test_evaluate(tiny, llama, tmp_path, maps):  # noqa: F811
     options = dict(lengths="64,128", data=str(tiny / "text.txt"), windows=2)

@@ -71,6 +71,11 @@ def is_placed(model: PreTrainedModel) -> bool:
     return len(set(places.values())) > 1
 
 
+def outside_memory(model: PreTrainedModel) -> list[str]:
+    """The names of the parameters that Accelerate keeps outside memory."""
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+
+
 def check_placed(model: PreTrainedModel, source: object) -> None:
     """Refuse a model without embeddings in memory: texts are sent to the device of those."""
     if model.device.type == "meta":

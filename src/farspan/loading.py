@@ -36,7 +36,7 @@ from farspan.data.tokens import (
     tokenizer_files,
 )
 from farspan.deprecation import renamed_arguments
-from farspan.device_map import DeviceMap, check_device_map, check_placed, placement
+from farspan.device_map import DeviceMap, check_device_map, check_placed, is_placed, placement
 from farspan.errors import (
     CorruptError,
     FarspanError,
@@ -130,9 +130,7 @@ def load(
     _check_options(model, device_map, device, position, attn_implementation)
     dtype = parse_dtype(dtype)
     if isinstance(model, ModelObject):
-        loaded = model.copy_model(device)
-        loaded = loaded.to(dtype=dtype) if isinstance(dtype, torch.dtype) else loaded
-        return LoadedModel(loaded, _tokenizer_of(model))
+        return _copied(model, dtype, device)
     source = resolve_bundled(model)
     if is_patch(source):
         return _load_patched(
@@ -171,6 +169,21 @@ def load(
     loaded = loaded.to(device).eval() if device else loaded.eval()
     _lift_length_limit(loaded)
     return LoadedModel(loaded, _load_tokenizer(source, trust_remote_code))
+
+
+def _copied(
+    model: ModelObject, dtype: torch.dtype | str | None, device: str | torch.device | None
+) -> LoadedModel:
+    loaded = model.copy_model(device)
+    placed = is_placed(loaded)
+    if placed and dtype not in (None, "auto", loaded.dtype):
+        raise FarspanError(
+            f"the device map of {model} keeps its weights in {loaded.dtype}; load it with "
+            f"dtype={dtype}"
+        )
+    if isinstance(dtype, torch.dtype) and not placed:
+        loaded = loaded.to(dtype=dtype)
+    return LoadedModel(loaded, _tokenizer_of(model))
 
 
 def _check_options(

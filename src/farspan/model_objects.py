@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from farspan.attention.patch import Patch, applied_patch
 from farspan.bundled import bundled_name
+from farspan.device_map import is_placed
 
 # A name or path, a model object, or what `load` returns: a model and its tokenizer.
 ModelLike = str | Path | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
@@ -47,9 +48,11 @@ class ModelObject(str):
         return name
 
     def copy_model(self, device: Any) -> PreTrainedModel:
-        """A copy in evaluation mode: functions patch, convert and move what they load."""
+        """A copy in evaluation mode: functions patch, convert and move what they load.
+
+        One with a device map stays on its devices."""
         copied = copy.deepcopy(self.model).eval()
-        return copied.to(device) if device else copied
+        return copied.to(device) if device and not is_placed(self.model) else copied
 
 
 def _is_pair(value: Any) -> bool:

@@ -21,7 +21,7 @@ from farspan.attention.layout import Layout
 from farspan.attention.layout_change import set_layout
 from farspan.attention.rope import check_rope, set_rope
 from farspan.attention.scales import Scales
-from farspan.device_map import stored_tensors
+from farspan.device_map import outside_memory, stored_tensors
 from farspan.errors import CorruptError, FarspanError, IncompatiblePatchError, WrongBaseError
 from farspan.files import (
     check_checksums,
@@ -107,8 +107,7 @@ class Patch(Summarized):
                     f"the patch replaces {name!r} {list(weight.shape)}, which this model does not "
                     "have; apply it to its own base model"
                 )
-        outside = [name for name in self.weights or () if parameters[name].is_meta]
-        if outside:
+        if outside := [name for name in outside_memory(model) if name in (self.weights or ())]:
             raise FarspanError(
                 f"the patch replaces {len(outside)} weights that the device map keeps outside "
                 f"memory, first {outside[0]}; load the model without a device map, or with one "

@@ -36,6 +36,7 @@ from farspan.attention.small_config import head_counts, head_dim
 from farspan.attention.temperature import LONGEST, Temperature, temperatures
 from farspan.checkpoints import quiet
 from farspan.deprecation import renamed_arguments
+from farspan.device_map import outside_memory
 from farspan.diagnosis.curves import check_finite
 from farspan.errors import CorruptError, FarspanError, first_line
 from farspan.files import weight_files
@@ -174,6 +175,11 @@ def inspect(
             raise FarspanError(
                 f"position {position!r} is for checkpoints, and a model object is loaded already; "
                 "remove it, or give the path"
+            )
+        if outside := outside_memory(model):
+            raise FarspanError(
+                f"inspect tries scales out on the weights, and a device map keeps {len(outside)} "
+                f"of this {type(model).__name__} outside memory; load it without a device map"
             )
         advance(1, "probe the layers")
         inspection = _inspect_model(model, type(model).__name__, advance)
