@@ -181,7 +181,7 @@ def show_extension(extension: ExtendResult) -> None:
 def _show_patch(patch: Patch) -> None:
     import torch
 
-    from farspan.workflows.inspect import describe_layout, describe_rope
+    from farspan.attention.describe import describe_layout, describe_rope
 
     if patch.scales is not None:
         scales = patch.scales.at(torch.tensor([patch.target])).flatten()

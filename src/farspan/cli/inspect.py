@@ -137,7 +137,7 @@ def _describe_check(check: SeamCheck) -> str:
 
 
 def _layers(inspection: Inspection) -> Table:
-    from farspan.workflows.inspect import format_ranges
+    from farspan.attention.describe import format_ranges
 
     columns = ["layers", "position encoding", "by config", "attention window"]
     heads = {layer: (layer.heads, layer.kv_heads, layer.head_dim) for layer in inspection.layers}

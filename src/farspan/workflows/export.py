@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention.describe import describe_patch
 from farspan.attention.model_facts import config_train_length, max_positions, probe_or_none
 from farspan.data.documents import PYTHON_DOCS, read_documents
 from farspan.data.tokens import encode
@@ -29,7 +30,6 @@ from farspan.loading import find_patch, load, resolve_device
 from farspan.model_objects import ModelLike, accepts_model_objects
 from farspan.record import write_record
 from farspan.summaries import Summarized
-from farspan.workflows.inspect import describe_patch
 
 TOKENS = 256  # compared within the train length, and as many just beyond it
 MAX_TRAIN_LENGTH = 16_384  # above it, no prompt beyond the train length is compared

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from farspan.attention.describe import describe_temperatures
 from farspan.attention.model_facts import config_train_length, max_positions
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.probe import Layer, probe
@@ -56,7 +57,6 @@ from farspan.train.search_text import (
     split_text,
 )
 from farspan.train.sharding import processes
-from farspan.workflows.inspect import describe_temperatures
 from farspan.workflows.search_folder import search_path
 
 SPLITS = ("search", "choose", "report")
