@@ -71,7 +71,7 @@ def count_parameters(config: PreTrainedConfig, trust_remote_code: bool) -> int:
     keep_layers(built.get_text_config(), MAX_LAYERS)
     with torch.device("meta"):
         model = new_model(built, trust_remote_code)
-    total = sum(part.numel() for part in model.parameters())
+    total = model.num_parameters()
     stands_for = repeated_layers(config)
     if not stands_for:
         return total

@@ -119,7 +119,7 @@ def _small_random_model(model: PreTrainedModel) -> PreTrainedModel:
 
     with _quiet(), torch.random.fork_rng(devices=[]):
         with torch.device("meta"):
-            if (size := sum(part.numel() for part in build().parameters())) > MAX_PARAMETERS:
+            if (size := build().num_parameters()) > MAX_PARAMETERS:
                 raise ValueError(f"{size:,} parameters of a short config")
         torch.manual_seed(0)
         with torch.device("cpu"):

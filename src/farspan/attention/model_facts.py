@@ -102,7 +102,7 @@ def forward_flops(model: PreTrainedModel, layers: Sequence[Layer], length: int) 
     """Of one token in a text of `length` tokens, on average."""
     table = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", None)
-    matrices = sum(weight.numel() for weight in model.parameters())
+    matrices = model.num_parameters()
     matrices -= 0 if head is table else table.numel()
     return 2 * matrices + sum(_attention_flops(layer, length) for layer in layers)
 

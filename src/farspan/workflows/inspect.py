@@ -366,7 +366,7 @@ def _describe_config(
     return Inspection(
         model=name,
         family=config.model_type,
-        parameters=parameters or _parameter_count(model),
+        parameters=parameters or model.num_parameters(),
         train_length=config_train_length(config),
         heads=heads,
         kv_heads=kv_heads,
@@ -467,7 +467,3 @@ def _query_norm(layers: Sequence[Layer]) -> str | None:
     children = {name for layer in layers for name, _ in layer.module.named_children()}
     names = [name for name in children if "norm" in name and name.startswith("q")]
     return ", ".join(sorted(names)) or None
-
-
-def _parameter_count(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -103,7 +103,7 @@ def estimate(recipe: PretrainConfig) -> PretrainEstimate:
     config = recipe.config()
     with torch.device("meta"):
         model = FarspanForCausalLM(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = model.num_parameters()
     train, count = recipe.train, processes().num_processes
     half_precision = torch.cuda.is_available() and train.precision != "fp32"
     optimizer_bytes = 4 * (2 if recipe.optimization.optimizer == "adamw" else 1)
@@ -350,7 +350,7 @@ def model_card(
     ]
     return CARD.format(
         title=recipe.title or "A farspan model",
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=model.num_parameters(),
         length=train.length,
         sources=_table_rows(sources),
         passkeys=(PASSKEYS if recipe.data.passkey else NO_PASSKEYS).format(
