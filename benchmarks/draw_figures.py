@@ -21,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from PIL import Image
+from readme_figure import loss_and_retrieval
 
 from farspan.attention.scales import Scales
 from farspan.diagnosis.curves import Curves
@@ -40,7 +41,6 @@ from farspan.report.figures import (
     passkey_heatmap,
     scale_against_entropy,
 )
-from farspan.report.hero import loss_and_retrieval
 from farspan.report.lab_figures import accuracy_by_length, attention_distance, attention_heads
 from farspan.report.study_tables import study_report
 from farspan.report.style import COLORS, INK, STYLE, line_styles
