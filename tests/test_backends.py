@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers.masking_utils import flash_attention_mask
 
 from families import FAMILIES, Family, tokens
-from farspan.attention import backends, block_masks, seam
+from farspan.attention import backends, block_masks, caches, seam
 from farspan.attention.backends import visible_keys
 from farspan.attention.layout import Layout
 from farspan.attention.layout_change import set_layout
@@ -190,7 +190,7 @@ def padded_generation(model: hf.PreTrainedModel) -> torch.Tensor:
     output = model.generate(
         F.pad(tokens(12), (PADDING, 0)),
         attention_mask=F.pad(torch.ones(2, 12, dtype=torch.long), (PADDING, 0)),
-        past_key_values=seam.make_cache(model),
+        past_key_values=caches.make_cache(model),
         max_new_tokens=3,
         do_sample=False,
         pad_token_id=0,

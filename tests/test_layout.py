@@ -13,9 +13,9 @@ import transformers as hf
 from transformers import DynamicCache, StaticCache
 
 from families import FAMILIES, SHAPE, Family, tokens
+from farspan.attention import caches, layout_change, seam
 from farspan.attention import call as call_module
 from farspan.attention import layout as layout_module
-from farspan.attention import layout_change, seam
 from farspan.attention import probe as probe_module
 from farspan.attention.backends import own_attention, visible_keys
 from farspan.attention.entropy import EntropyByPosition
@@ -206,7 +206,7 @@ def test_a_model_that_has_the_layout_already_is_not_changed():
 
 
 CACHES = {
-    "windowed": seam.make_cache,
+    "windowed": caches.make_cache,
     "plain": lambda model: DynamicCache(),
     "config": lambda model: DynamicCache(config=model.config),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 9),
@@ -279,7 +279,7 @@ def test_generate_decodes_what_the_whole_text_predicts(name: str):
     set_layout(model, swan(model))
     for options in ({}, {"cache_implementation": "static"}, {"past_key_values": "windowed"}):
         if "past_key_values" in options:
-            options = {"past_key_values": seam.make_cache(model)}
+            options = {"past_key_values": caches.make_cache(model)}
         ids = model.generate(tokens(9, batch=1), max_new_tokens=12, do_sample=False, **options)
         predicted = model(ids, use_cache=False).logits.argmax(-1)
         assert ids[0, 9:].tolist() == predicted[0, 8:-1].tolist()
@@ -302,7 +302,7 @@ def test_windows_of_several_sizes_share_one_mask(name: str, entries):
     model, ids = family_named(name).build(), tokens(20)
     set_layout(model, Layout.parse(entries))
     expected = model(ids, use_cache=False).logits
-    past = seam.make_cache(model)
+    past = caches.make_cache(model)
     parts = [model(part, past_key_values=past, use_cache=True).logits for part in ids.split(6, 1)]
     assert (torch.cat(parts, dim=1) - expected).abs().max() < 2e-5
 
@@ -311,7 +311,7 @@ def test_windows_of_several_sizes_share_one_mask(name: str, entries):
     options = dict(attention_mask=mask, max_new_tokens=4, do_sample=False, output_logits=True)
     plain, small = (
         model.generate(ids, **options, **cache, return_dict_in_generate=True).logits
-        for cache in ({}, {"past_key_values": seam.make_cache(model)})
+        for cache in ({}, {"past_key_values": caches.make_cache(model)})
     )
     assert (torch.stack(plain) - torch.stack(small)).abs().max() < 2e-5
 
@@ -319,20 +319,20 @@ def test_windows_of_several_sizes_share_one_mask(name: str, entries):
 @torch.no_grad()
 def test_decoding_uses_the_small_cache(monkeypatch):
     model, ids = family_named("llama").build(), tokens(20, batch=2)
-    assert seam.cache_options(model) == {}, "without windows the model makes its own cache"
+    assert caches.cache_options(model) == {}, "without windows the model makes its own cache"
     options = {"end_ids": [], "beams": 2}
     set_layout(model, swan(model))
     expected = [model.generate(row[None], max_new_tokens=6, do_sample=False) for row in ids]
-    caches, make_cache = [], seam.make_cache
+    made, make_cache = [], caches.make_cache
 
     def recording_make_cache(model):
-        caches.append(make_cache(model))
-        return caches[-1]
+        made.append(make_cache(model))
+        return made[-1]
 
-    monkeypatch.setattr(seam, "make_cache", recording_make_cache)
+    monkeypatch.setattr(caches, "make_cache", recording_make_cache)
     greedy = generate_tokens(model, ids, 6, end_ids=[])
     assert greedy == [row[0, 20:].tolist() for row in expected]
-    sizes = [layer.keys.shape[2] for layer in caches[0].layers]
+    sizes = [layer.keys.shape[2] for layer in made[0].layers]
     assert sizes == [WINDOW - 1] * 3 + [25]
     assert len(generate_tokens(model, ids, 6, **options)) == 2, "beams reorder the cache"
 
@@ -711,6 +711,6 @@ def test_a_compiled_graph_applies_the_window_to_the_keys_that_the_cache_holds(mo
 def test_a_cache_gets_the_layers_that_the_config_does_not_count(monkeypatch):
     model = family_named("llama").build()
     set_layout(model, windowed(model, 4))
-    monkeypatch.setattr(seam, "DynamicCache", lambda config: DynamicCache())
-    windows = [layer.sliding_window for layer in seam.make_cache(model).layers]
+    monkeypatch.setattr(caches, "DynamicCache", lambda config: DynamicCache())
+    windows = [layer.sliding_window for layer in caches.make_cache(model).layers]
     assert windows == [4] * model.config.num_hidden_layers

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from families import tokens
-from farspan.attention import seam
+from farspan.attention import caches, seam
 from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
@@ -126,7 +126,7 @@ def test_a_hybrid_of_recurrent_and_nope_layers_is_converted():
     mask[0, :6] = 0
     options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False)
     expected = model.generate(ids, **options)
-    small = model.generate(ids, past_key_values=seam.make_cache(model), **options)
+    small = model.generate(ids, past_key_values=caches.make_cache(model), **options)
     assert torch.equal(small, expected)
 
 

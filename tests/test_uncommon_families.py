@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import farspan
 from families import SHAPE, randomized, tokens
-from farspan.attention import guard, seam
+from farspan.attention import caches, guard, seam
 from farspan.attention.layout import Layout
 from farspan.attention.layout_change import set_layout
 from farspan.attention.model_facts import max_positions
@@ -62,7 +62,7 @@ def test_scales_fold_where_layers_share_keys_and_values():
 def test_a_cache_keeps_the_keys_that_other_layers_share(entries: dict[int, str]):
     model, ids = randomized(gemma4), tokens(33)
     set_layout(model, Layout.parse(entries))
-    expected, past = model(ids, use_cache=False).logits, seam.make_cache(model)
+    expected, past = model(ids, use_cache=False).logits, caches.make_cache(model)
     parts = [model(part, past_key_values=past, use_cache=True).logits for part in ids.split(8, 1)]
     assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-4
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from farspan.attention import seam
+from farspan.attention import caches
 from farspan.attention.rope import reset_dynamic_rope
 from farspan.checkpoints import quiet
 from farspan.data.tokens import adds_begin_of_text, adds_end_of_text
@@ -43,7 +43,7 @@ def generate_tokens(
             do_sample=False,
             eos_token_id=list(end_ids) or None,
             pad_token_id=end_ids[0] if end_ids else 0,
-            **seam.cache_options(model),
+            **caches.cache_options(model),
         )
     return [_cut_at_end(row, end_ids) for row in generated[:, prompts.shape[1] :].tolist()]
 

@@ -16,7 +16,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from farspan.attention import seam
+from farspan.attention import caches
 from farspan.attention.model_facts import max_positions, probe_or_none
 from farspan.batching import failure_reason
 from farspan.begin_of_text import load_with_begin_of_text
@@ -150,7 +150,7 @@ def _stream(
                 torch.manual_seed(seed)
                 model.generate(
                     **options,
-                    **seam.cache_options(model),
+                    **caches.cache_options(model),
                     streamer=streamer,
                     logits_processor=LogitsProcessorList([check_scores]),
                     stopping_criteria=StoppingCriteriaList([stop]),
