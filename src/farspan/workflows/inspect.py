@@ -174,22 +174,7 @@ def inspect(
                 f"position {position!r} is for checkpoints, and a model object is loaded already; "
                 "remove it, or give the path"
             )
-        if outside := outside_memory(model):
-            raise FarspanError(
-                f"inspect tries scales out on the weights, and a device map keeps {len(outside)} "
-                f"of this {type(model).__name__} outside memory; load it without a device map"
-            )
-        advance(1, "probe the layers")
-        inspection = _inspect_model(model, type(model).__name__, advance)
-        scaled = existing_rope_scaling(model.config.get_text_config()) is not None
-        calls = next_calls(inspection.layers, inspection.train_length, scaled)
-        calls = calls if inspection.next_commands else ()  # it could not be probed
-        inspection = _with_check(replace(inspection, next_commands=calls), model, check)
-        if (applied := applied_patch(model)) is None:
-            return inspection
-        base = base_source(Path(applied.folder), applied.patch)
-        call = f"farspan.evaluate((model, tokenizer), baseline={base!r})"
-        return _with_patch(inspection, applied.patch, call)
+        return _inspect_object(model, check, advance)
     folder, name = Path(model), str(model)
     advance(0, "load the model")
     if folder.suffix == ".gguf" and not folder.is_dir() and not check:
@@ -215,6 +200,27 @@ def inspect(
     base = shlex.quote(base_source(folder, patch))
     command = f"farspan eval {shlex.quote(name)} --baseline {base} -o results"
     return _with_patch(inspection, patch, command)
+
+
+def _inspect_object(
+    model: PreTrainedModel, check: bool, advance: Callable[..., None]
+) -> Inspection:
+    if outside := outside_memory(model):
+        raise FarspanError(
+            f"inspect tries scales out on the weights, and a device map keeps {len(outside)} "
+            f"of this {type(model).__name__} outside memory; load it without a device map"
+        )
+    advance(1, "probe the layers")
+    inspection = _inspect_model(model, type(model).__name__, advance)
+    scaled = existing_rope_scaling(model.config.get_text_config()) is not None
+    calls = next_calls(inspection.layers, inspection.train_length, scaled)
+    calls = calls if inspection.next_commands else ()  # it could not be probed
+    inspection = _with_check(replace(inspection, next_commands=calls), model, check)
+    if (applied := applied_patch(model)) is None:
+        return inspection
+    base = base_source(Path(applied.folder), applied.patch)
+    call = f"farspan.evaluate((model, tokenizer), baseline={base!r})"
+    return _with_patch(inspection, applied.patch, call)
 
 
 def _without_weights(inspection: Inspection, config: PreTrainedConfig) -> Inspection:
