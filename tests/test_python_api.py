@@ -39,7 +39,7 @@ from farspan.evals.scores import Score
 from farspan.formats.fold import LogitProof
 from farspan.lab.distance import AttentionComparison, Distance
 from farspan.lab.ranking import Rank
-from farspan.lab.theorems import PositionAnalysis, TheoremProof
+from farspan.lab.theorems import PositionAnalysis, PositionReadout, TheoremProof
 from farspan.lengths import parse_length, parse_lengths
 from farspan.loading import LoadedModel, load_tokenizer
 from farspan.methods import presets
@@ -123,6 +123,25 @@ def make_proof() -> TheoremProof:
     return TheoremProof("linear", ramp + 1, 1e-9, ramp, ramp, 1e-9)
 
 
+def make_lab_result() -> LabResult:
+    ranks, ranks_of_all = [Rank("rotary", 1.0, 1)], [Rank("none", 0.75, 1)]
+    return LabResult([], ranks, ranks_of_all, (1, 2), {}, Path("lab"), (make_panel(),))
+
+
+def make_finetuning() -> FinetuneResult:
+    return FinetuneResult({"2": [1, 2]}, {"3": [0, 2]}, 0.1, Path("tuned"), make_panel())
+
+
+def make_comparison() -> AttentionComparison:
+    mass, attended, ablation = np.ones((2, 4, 512)), np.full((2, 4, 20), 0.05), np.ones((2, 4))
+    pairs = {(0, 1): make_distance()}
+    return AttentionComparison(["a", "b"], 512, pairs, 2 * [mass], 2 * [attended], 2 * [ablation])
+
+
+def make_analysis() -> PositionAnalysis:
+    return PositionAnalysis([make_proof(), make_proof()], {"a": [PositionReadout(0, 0.5, 3.0)]})
+
+
 def make_run(folder: Path) -> Path:
     """The folder of a training run with its metrics."""
     lines = [{"step": step, "tokens": 1000 * step, "loss": 5 - step / 10} for step in range(1, 9)]
@@ -160,13 +179,11 @@ def results(model, tmp_path_factory) -> list[Summarized]:
         CompareResult("a", make_compared(), (), Path("compare.md")),
         PretrainEstimate(100, 10**9, 6e14, 0.5, 0.25, None, 4.4e10),
         PretrainResult(make_run(tmp_path_factory.mktemp("run")) / "model", 100, 3.2, False),
-        LabResult([], [Rank("rotary", 1.0, 1)], [], (1, 2), {}, Path("lab"), (make_panel(),)),
+        make_lab_result(),
         LabEstimate("rotary", "", 1, 1, 100, 1000, 0.1, 2.0),
-        FinetuneResult({"2": [1, 2]}, {"3": [0, 2]}, 0.1, Path("tuned"), make_panel()),
-        AttentionComparison(
-            ["a", "b"], 512, {(0, 1): make_distance()}, 2 * [np.ones((2, 4, 512))], [], []
-        ),
-        PositionAnalysis([make_proof(), make_proof()], {}),
+        make_finetuning(),
+        make_comparison(),
+        make_analysis(),
         StudyResults([make_study_result()]),
     ]
 
@@ -208,6 +225,26 @@ def test_every_result_is_short_and_becomes_json(results):
             "parameters tokens flops weights_gib activations_gib files_mb rate missing_text "
             "seconds_at_least",
         ),
+        (
+            "lab run lab-tiny",
+            "lab.run",
+            LabResult,
+            "learnt models mean_reciprocal_rank mean_reciprocal_rank_of_all folder",
+        ),
+        (
+            "lab finetune nope-twin copy",
+            "lab_finetune.finetune",
+            FinetuneResult,
+            "in_range beyond learned loss folder",
+        ),
+        (
+            "lab distance a b",
+            "attention_analysis.compare_attention",
+            AttentionComparison,
+            "tokens distances loss_without_head attended_distance",
+        ),
+        ("lab theorems a", "attention_analysis.theorems", PositionAnalysis, "proofs readings"),
+        ("reproduce extend-small", "reproduce.reproduce", StudyResults, "results"),
     ],
 )
 def test_a_command_prints_its_result_as_to_dict_has_it(
@@ -219,6 +256,14 @@ def test_a_command_prints_its_result_as_to_dict_has_it(
     assert run.exit_code == 0, run.output
     assert json.loads(run.stdout) == result.to_dict()
     assert [*result.to_dict()] == keys.split()
+
+
+def test_the_comparison_as_json_has_the_mean_over_heads():
+    comparison = make_comparison().to_dict()
+    (distance,) = comparison["distances"]
+    assert distance == {"models": ["a", "b"], "nearest": [1.0, 1.0], "matched": [1.0, 1.0]}
+    assert comparison["loss_without_head"]["b"] == np.ones((2, 4)).tolist()
+    assert comparison["attended_distance"]["a"] == pytest.approx(20 * [0.05])
 
 
 def result_classes() -> set[type]:

@@ -363,20 +363,10 @@ def show_estimates(estimates: Sequence[LabEstimate], as_json: bool) -> None:
 
 
 def show_study(study: LabResult, folder: Path, as_json: bool) -> None:
-    learned, models = study.learned
     if as_json:
-        ranks = {rank.encoding: rank.reciprocal for rank in study.ranks}
-        ranks_of_all = {rank.encoding: rank.reciprocal for rank in study.ranks_of_all}
-        print_json(
-            {
-                "learnt": learned,
-                "models": models,
-                "mean_reciprocal_rank": ranks,
-                "mean_reciprocal_rank_of_all": ranks_of_all,
-                "folder": str(folder),
-            }
-        )
+        print_json(study.to_dict())
         return
+    learned, models = study.learned
     show_tables(study.tables)
     print_line(f"\n{learned} of {models} models learned their task")
     print_saved("record and figure", folder)
@@ -385,16 +375,15 @@ def show_study(study: LabResult, folder: Path, as_json: bool) -> None:
 def show_finetune(result: FinetuneResult, as_json: bool) -> None:
     from farspan.lab.ranking import accuracy
 
-    in_range, beyond = accuracy(result.in_range), accuracy(result.beyond)
     if as_json:
-        scores = {"in_range": in_range, "beyond": beyond, "learned": result.learned}
-        print_json({**scores, "loss": result.loss, "folder": str(result.folder)})
+        print_json(result.to_dict())
         return
     table = make_table("length", "exact match", "examples")
     for counts in (result.in_range, result.beyond):
         for length, (correct, total) in counts.items():
             table.add_row(length, f"{correct / total:.3f}", str(total))
     console.print(table)
+    in_range, beyond = accuracy(result.in_range), accuracy(result.beyond)
     learned = "learned" if result.learned else "not learned"
     print_line(f"\nexact match {in_range:.3f} in range ({learned}), {beyond:.3f} beyond")
     print_saved("record and figure", result.folder)
@@ -411,7 +400,7 @@ def show_tables(tables: Mapping[str, tuple[list[str], list[list[str]]]]) -> None
 
 def show_comparison(comparison: AttentionComparison, as_json: bool) -> None:
     if as_json:
-        _print_comparison_json(comparison)
+        print_json(comparison.to_dict())
         return
     if comparison.pairs:
         _print_distances(comparison)
@@ -425,28 +414,6 @@ def show_comparison(comparison: AttentionComparison, as_json: bool) -> None:
             f"by {ablation.max():.3f} nats; it attends {mass[layer, head, 0]:.0%} to the token "
             f"itself and {mass[layer, head, 1]:.0%} to the previous one"
         )
-
-
-def _print_comparison_json(comparison: AttentionComparison) -> None:
-    names = comparison.models
-    distances = [
-        {
-            "models": [names[first], names[second]],
-            "nearest": distance.nearest.tolist(),
-            "matched": distance.matched.tolist(),
-        }
-        for (first, second), distance in comparison.pairs.items()
-    ]
-    losses = [ablation.tolist() for ablation in comparison.ablations]
-    attended = [fractions.mean((0, 1)).tolist() for fractions in comparison.attended]
-    print_json(
-        {
-            "tokens": comparison.tokens,
-            "distances": distances,
-            "loss_without_head": dict(zip(names, losses, strict=True)),
-            "attended_distance": dict(zip(names, attended, strict=True)),
-        }
-    )
 
 
 def _print_distances(comparison: AttentionComparison) -> None:
@@ -474,18 +441,7 @@ def _print_distances(comparison: AttentionComparison) -> None:
 
 def show_theorems(analysis: PositionAnalysis, length: int, as_json: bool = False) -> None:
     if as_json:
-        errors = ("rule", "position_error", "score_error")
-        print_json(
-            {
-                "proofs": [
-                    {name: getattr(proof, name) for name in errors} for proof in analysis.proofs
-                ],
-                "readings": {
-                    name: [{"r2": each.r2, "error": each.error} for each in readouts]
-                    for name, readouts in analysis.readings.items()
-                },
-            }
-        )
+        print_json(analysis.to_dict())
         return
     for proof in analysis.proofs:
         print_line(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,6 +98,23 @@ class AttentionComparison(Plotted):
     mass: list[np.ndarray]  # for each model, [layers, heads, distances]
     attended: list[np.ndarray]  # for each model, [layers, heads, BINS] fractions of queries
     ablations: list[np.ndarray]  # for each model, [layers, heads] in nats per token
+
+    def to_json(self) -> dict[str, Any]:
+        distances = [
+            {
+                "models": [self.models[first], self.models[second]],
+                "nearest": distance.nearest,
+                "matched": distance.matched,
+            }
+            for (first, second), distance in self.pairs.items()
+        ]
+        attended = [fractions.mean((0, 1)) for fractions in self.attended]
+        return {
+            "tokens": self.tokens,
+            "distances": distances,
+            "loss_without_head": dict(zip(self.models, self.ablations, strict=True)),
+            "attended_distance": dict(zip(self.models, attended, strict=True)),
+        }
 
 
 @torch.no_grad()

@@ -207,6 +207,16 @@ class PositionAnalysis(Plotted):
     proofs: list[TheoremProof]
     readings: dict[str, list[PositionReadout]]  # for each model, after each layer
 
+    def to_json(self) -> dict[str, Any]:
+        errors = ("rule", "position_error", "score_error")
+        return {
+            "proofs": [{name: getattr(proof, name) for name in errors} for proof in self.proofs],
+            "readings": {
+                name: [{"r2": readout.r2, "error": readout.error} for readout in readouts]
+                for name, readouts in self.readings.items()
+            },
+        }
+
 
 @torch.no_grad()
 def prove(

@@ -106,6 +106,18 @@ class LabResult(Plotted):
             "tables": "; ".join(self.tables),
         }
 
+    def to_json(self) -> dict[str, Any]:
+        learned, models = self.learned
+        return {
+            "learnt": learned,
+            "models": models,
+            "mean_reciprocal_rank": {rank.encoding: rank.reciprocal for rank in self.ranks},
+            "mean_reciprocal_rank_of_all": {
+                rank.encoding: rank.reciprocal for rank in self.ranks_of_all
+            },
+            "folder": str(self.folder),
+        }
+
 
 def _name_ranks(ranks: Sequence[Rank]) -> str:
     return ", ".join(f"{rank.encoding} {shorten(rank.reciprocal)}" for rank in ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -49,6 +50,15 @@ class FinetuneResult(Plotted):
             "exact match in range": f"{accuracy(self.in_range):.3f} ({learned})",
             "exact match beyond": f"{accuracy(self.beyond):.3f}",
             "loss": f"{self.loss:.4g}",
+            "folder": str(self.folder),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "in_range": accuracy(self.in_range),
+            "beyond": accuracy(self.beyond),
+            "learned": self.learned,
+            "loss": self.loss,
             "folder": str(self.folder),
         }
 
