@@ -30,7 +30,7 @@ from farspan.cli.console import console, format_count, format_file_size
 from farspan.cli.diagnose import show_diagnoses
 from farspan.cli.eval import show_evaluation
 from farspan.cli.extend import show_extension
-from farspan.cli.lab import show_comparison
+from farspan.cli.lab_distance import show_comparison
 from farspan.cli.options import RENAMED_OPTIONS, parse_data
 from farspan.errors import FarspanError
 from farspan.evals.engine import EngineOptions

@@ -18,7 +18,7 @@ from scipy.spatial.distance import jensenshannon
 
 from families import FAMILIES
 from farspan.bundled import BUNDLED_MODELS
-from farspan.cli.lab import show_comparison
+from farspan.cli.lab_distance import show_comparison
 from farspan.errors import FarspanError
 from farspan.lab import distance as distance_module
 from farspan.lab.distance import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.bundled import BUNDLED_MODELS
-from farspan.cli.lab import show_theorems
+from farspan.cli.lab_theorems import show_theorems
 from farspan.errors import FarspanError
 from farspan.lab.theorems import (
     AttentionRule,
