@@ -65,6 +65,7 @@ from farspan.workflows.attention_analysis import compare_attention, theorems
 from farspan.workflows.lab import RECIPE_DIR, LabResult, dump, read_study, run, summarize
 from farspan.workflows.lab_estimate import estimate
 from farspan.workflows.lab_training import format_result, to_hf_tokenizer
+from lab_data import hash_of_data
 
 RECIPES = sorted(path.stem for path in RECIPE_DIR.glob("*.toml"))
 SMALL = """
@@ -412,6 +413,20 @@ def test_rows_are_prompt_then_target_then_padding():
         assert tokenizer.decode(ids[start:stop].tolist()) == example.target
         assert ids[stop - 1] == tokenizer.end
         assert (ids[stop:] == tokenizer.pad).all()
+
+
+@pytest.mark.parametrize(
+    ("task", "scratchpad", "even", "sha256"),
+    [
+        ("copy", "none", True, "06583e0100d3ac43"),
+        ("addition", "full", False, "5f247aa93d215b08"),
+        ("scan", "none", False, "f307f90ace300fb9"),
+    ],
+)
+def test_the_data_of_a_study_keep_every_bit(task, scratchpad, even, sha256):
+    study = LabStudy((task,), train_examples=300, test_examples=40, even_lengths=even)
+    data = make_task_data(study, task, scratchpad, WordTokenizer())
+    assert hash_of_data(data) == sha256
 
 
 def test_train_and_test_rows_are_disjoint():

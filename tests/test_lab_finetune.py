@@ -31,6 +31,7 @@ from farspan.lab.tasks import find_task
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.workflows import lab_finetune
 from farspan.workflows.lab_finetune import finetune
+from lab_data import hash_of_data
 
 CONFIG = FinetuneConfig("tiny", "parity", "1:4", "5:6", train_examples=20, test_examples=8, batch=6)
 PARITY = find_task("parity")
@@ -67,6 +68,16 @@ def test_rows_are_input_line_break_target_and_end(tokenizer):
         assert tokenizer.decode(ids[:start]) == f"{example.input}\n"
         assert tokenizer.decode(ids[start : stop - 1]) == example.target
         assert (ids[stop - 1 :] == tokenizer.eos_token_id).all()
+
+
+@pytest.mark.parametrize(
+    ("task", "scratchpad", "even", "sha256"),
+    [("addition", "full", False, "e309d139e46a8ded"), ("parity", "none", True, "c013d9220720f3b7")],
+)
+def test_the_data_of_a_fine_tuning_keep_every_bit(task, scratchpad, even, sha256, tokenizer):
+    sizes = {"train_examples": 300, "test_examples": 40}
+    config = FinetuneConfig("tiny", task, scratchpad=scratchpad, even_lengths=even, **sizes)
+    assert hash_of_data(make_text_data(config, find_task(task), tokenizer)) == sha256
 
 
 def test_examples_of_the_splits_are_disjoint_and_of_their_lengths(tokenizer):
