@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from farspan.lab.fleet import Fleet, Rows
+from farspan.lab.fleet import Fleet
 from farspan.lab.fleet_training import FleetPlan, FleetTrainer, GraphedFleetTrainer
+from farspan.lab.rows import Rows
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.compile import compile_layers, prefer_cudnn
 from farspan.train.optim import OptimizerConfig, make_optimizers

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from farspan.lab import fleet_training
-from farspan.lab.fleet import Fleet, Rows
+from farspan.lab.fleet import Fleet
 from farspan.lab.fleet_training import FleetPlan, FleetTrainer, GraphedFleetTrainer
+from farspan.lab.rows import Rows
 from farspan.lab.study import fleet_plan, group_fleets, list_cells, make_fleet, make_task_data
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.train.steps import on_stream

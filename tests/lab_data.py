@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from farspan.lab.study import TaskData
+from farspan.lab.task_data import TaskData
 
 
 def hash_of_data(data: TaskData) -> str:

@@ -19,7 +19,7 @@ from farspan.attention.scales import Scales
 from farspan.errors import FarspanError
 from farspan.lab import fleet as fleet_module
 from farspan.lab import fleet_training
-from farspan.lab.fleet import Fleet, Rows, exact_match, map_models
+from farspan.lab.fleet import Fleet, exact_match, map_models
 from farspan.lab.fleet_training import (
     FleetPlan,
     FleetTrainer,
@@ -28,6 +28,7 @@ from farspan.lab.fleet_training import (
     train_fleet,
 )
 from farspan.lab.networks import ENCODINGS, ROTARY_FRACTIONS
+from farspan.lab.rows import WIDTH_MULTIPLE, Rows, padded_width
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.train.optim import OptimizerConfig, make_optimizers, set_learning_rate
 
@@ -293,7 +294,7 @@ def test_shared_widths_minimize_cost(widths, pass_cost):
 
 def test_inputs_are_padded_to_the_next_multiple():
     """A row's input has all tokens but the last."""
-    inputs = [fleet_module.padded_width(longest) - 1 for longest in (1, 2, 8, 9, 10, 17, 18)]
+    inputs = [padded_width(longest) - 1 for longest in (1, 2, 8, 9, 10, 17, 18)]
     assert inputs == [0, 8, 8, 8, 16, 16, 24]
 
 
@@ -303,7 +304,7 @@ def test_buckets_hold_every_row_once_and_pad_little():
     assert sum(len(bucket.rows) for bucket in buckets) == 41 + 17
     widths = [bucket.rows.ids.shape[1] for bucket in buckets]
     assert widths == sorted(widths)
-    assert all(width % fleet_module.WIDTH_MULTIPLE == 1 for width in widths)
+    assert all(width % WIDTH_MULTIPLE == 1 for width in widths)
     taken = set()
     for bucket in buckets:
         assert bucket.first[0] == bucket.first[2], "models of one task share its rows"

@@ -48,16 +48,16 @@ from farspan.lab.study import (
     LabCell,
     LabStudy,
     describe_cell,
-    encode_examples,
     evaluate_fleet,
     fleet_plan,
     group_fleets,
     list_cells,
     make_task_data,
-    parse_length_range,
 )
+from farspan.lab.task_data import TaskData, count_by_length, encode_examples
 from farspan.lab.tasks import TASKS, find_task
 from farspan.lab.tokenizer import WordTokenizer
+from farspan.lengths import parse_length_range
 from farspan.model.encodings import BUILT_IN
 from farspan.workflows import lab as lab_workflow
 from farspan.workflows import lab_estimate, lab_training
@@ -516,7 +516,7 @@ def test_embeddings_are_as_large_as_the_positions_added_to_them():
 
 def test_right_answers_are_counted_by_their_length():
     correct = np.array([True, False, True, True])
-    counts = lab_study.count_by_length(correct, np.array([5, 5, 3, 5]))
+    counts = count_by_length(correct, np.array([5, 5, 3, 5]))
     assert counts == {"3": [1, 1], "5": [2, 3]}
 
 
@@ -526,8 +526,8 @@ def test_every_other_held_out_example_chooses_the_learning_rate(monkeypatch):
     answers = {"held out": [inside], "beyond": [np.array([True, False])]}
     monkeypatch.setattr(lab_study, "exact_match", lambda fleet, rows: answers[rows[0]])
     lengths = (np.arange(8) // 4, np.array([9, 9]))
-    data = lab_study.TaskData("train", "held out", "beyond", *lengths)
-    (result,) = lab_study.evaluate_fleet(None, [data], [])
+    data = TaskData("train", "held out", "beyond", *lengths)
+    (result,) = evaluate_fleet(None, [data], [])
     assert result == {
         "chosen_by": 3 / 4,
         "in_range": {"0": [0, 2], "1": [1, 2]},

@@ -26,7 +26,7 @@ from farspan.lab.finetune import (
     make_text_data,
     match_answers,
 )
-from farspan.lab.fleet import Rows
+from farspan.lab.rows import Rows
 from farspan.lab.tasks import find_task
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.workflows import lab_finetune
@@ -350,7 +350,10 @@ def test_ranges_without_an_example_are_refused():
 
 def test_too_few_examples_to_hold_some_out_are_refused(tokenizer):
     """There are two bits, and both are trained on."""
-    with pytest.raises(FarspanError, match="parity has too few examples of these lengths"):
+    with pytest.raises(
+        FarspanError,
+        match="parity has too few examples of 1 to 1 bits to hold some out; train on more lengths",
+    ):
         make_text_data(replace(CONFIG, train_lengths="1:1"), PARITY, tokenizer)
 
 

@@ -135,6 +135,14 @@ def _existing_lengths(task: LabTask, lengths: Range) -> list[int]:
     return existing
 
 
+def check_lengths(task: LabTask, ranges: Iterable[Range], even_lengths: bool) -> None:
+    """Raise an error if a task has no example in one of these ranges of lengths."""
+    for low, high in ranges:
+        if not any(map(task.count, range(low, high + 1))):
+            raise FarspanError(no_examples(task, (low, high)))
+        length_weights(task, range(low, high + 1), even_lengths)
+
+
 def no_examples(task: LabTask, lengths: Range) -> str:
     """The message for a range of lengths without examples."""
     low, high = lengths

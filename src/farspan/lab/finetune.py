@@ -20,13 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from farspan.attention.seam import eval_mode
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
-from farspan.lab.custom_tasks import split_examples
-from farspan.lab.examples import length_weights, no_examples
-from farspan.lab.fleet import MAX_LOGITS, Rows
+from farspan.lab.examples import check_lengths
+from farspan.lab.fleet import MAX_LOGITS
+from farspan.lab.rows import Rows
 from farspan.lab.scratchpad import parse_parts
-from farspan.lab.study import TaskData
+from farspan.lab.task_data import TaskData
 from farspan.lab.tasks import Example, LabTask, Range
-from farspan.lengths import parse_length_range
 from farspan.progress import ignore
 from farspan.train.loop import StepCallback, TrainPlan, TrainResult, train
 from farspan.train.metadata import begin_of_text
@@ -69,17 +68,11 @@ class FinetuneConfig:
     def check_task(self, task: LabTask) -> None:
         """Raise an error if the task lacks these lengths or this scratchpad."""
         parse_parts(self.scratchpad, task.name)
-        for low, high in self.ranges(task):
-            if not any(map(task.count, range(low, high + 1))):
-                raise FarspanError(no_examples(task, (low, high)))
-            length_weights(task, range(low, high + 1), self.even_lengths)
+        check_lengths(task, self.ranges(task), self.even_lengths)
 
     def ranges(self, task: LabTask) -> tuple[Range, Range]:
         """The lengths to train on and to test on."""
-        return (
-            parse_length_range(self.train_lengths) if self.train_lengths else task.train,
-            parse_length_range(self.test_lengths) if self.test_lengths else task.test,
-        )
+        return task.ranges(self.train_lengths, self.test_lengths)
 
     def optimization(self) -> OptimizerConfig:
         return OptimizerConfig(
@@ -96,24 +89,16 @@ def make_text_data(
     config: FinetuneConfig, task: LabTask, tokenizer: PreTrainedTokenizerBase
 ) -> TaskData:
     """The examples of the task as rows of the model's tokens."""
-    train_range, test_range = config.ranges(task)
-    splits = split_examples(
+    return TaskData.make(
         task,
-        config.train_examples,
-        config.test_examples,
-        config.seed,
-        train=train_range,
-        test=test_range,
+        config.ranges(task),
+        lambda examples: encode_texts(examples, tokenizer),
+        train_examples=config.train_examples,
+        test_examples=config.test_examples,
+        seed=config.seed,
         scratchpad=config.scratchpad,
         even_lengths=config.even_lengths,
     )
-    if not all(splits):
-        raise FarspanError(
-            f"{task.name} has too few examples of these lengths to train, hold some out and "
-            "test; choose more lengths"
-        )
-    weights = length_weights(task, {e.length for e in splits.train}, config.even_lengths)
-    return TaskData.encode(splits, weights, lambda examples: encode_texts(examples, tokenizer))
 
 
 def encode_texts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Rows:
@@ -130,12 +115,7 @@ def encode_texts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 
     prompts = [[*first, *ids] for ids in encode([f"{example.input}\n" for example in examples])]
     targets = [[*ids, end] for ids in encode([example.target for example in examples])]
-    start = torch.tensor([len(prompt) for prompt in prompts])
-    stop = start + torch.tensor([len(target) for target in targets])
-    ids = torch.full((len(examples), int(stop.max())), end)
-    for row, prompt, target in zip(ids, prompts, targets, strict=True):
-        row[: len(prompt) + len(target)] = torch.tensor(prompt + target)
-    return Rows(ids, start, stop)
+    return Rows.pad(prompts, targets, end, np.int64)
 
 
 class AnswerLoss(nn.Module):

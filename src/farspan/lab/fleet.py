@@ -13,7 +13,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,63 +25,16 @@ from farspan.attention import seam
 from farspan.attention.scales import Scales
 from farspan.batching import run_in_batches
 from farspan.errors import FarspanError
+from farspan.lab.rows import Rows, padded_width, stack_rows
 from farspan.model.config import SLIDING
 from farspan.model.encodings import Encoding, PlacedEncoding
 from farspan.model.positions import PlacedBias
 from farspan.model.transformer import FarspanForCausalLM, FarspanModel
 
-WIDTH_MULTIPLE = 8  # input widths are multiples of it, which tensor cores need
 MAX_LOGITS = 1 << 26  # in memory at once during evaluation
 
 NamedTensors = dict[str, Tensor]
 MatrixBlock = tuple[int, int, tuple[int, ...]]  # columns of the table, and the shape of a matrix
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Examples as tokens, padded on the right. Only the answers are trained on and scored."""
-
-    ids: Tensor  # [N, T] integers
-    start: Tensor  # [N] the answer's first token
-    stop: Tensor  # [N] the end of the answer and of the row
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def take(self, rows: Tensor, width: int) -> Rows:
-        """The selected rows, cut or padded to a width."""
-        ids = F.pad(self.ids[rows], (0, width - self.ids.shape[1]))
-        return Rows(ids, self.start[rows], self.stop[rows])
-
-    def by_length(self) -> Tensor:
-        """Row indices, the shortest row first."""
-        return torch.argsort(self.stop, stable=True)
-
-    def to(self, device: torch.device) -> Rows:
-        return Rows(self.ids.to(device), self.start.to(device), self.stop.to(device))
-
-    @property
-    def answer_mask(self) -> Tensor:
-        """Whether each token from the second on belongs to the answer: bool, like ids[..., 1:]."""
-        position = torch.arange(1, self.ids.shape[-1], device=self.ids.device)
-        return (position >= self.start[..., None]) & (position < self.stop[..., None])
-
-
-def concat_rows(parts: Sequence[Rows], dim: int) -> Rows:
-    """Concatenate rows of equal width."""
-    names = ("ids", "start", "stop")
-    return Rows(*(torch.cat([getattr(rows, name) for rows in parts], dim) for name in names))
-
-
-def stack_rows(parts: Sequence[Rows]) -> Rows:
-    """Stack equally many rows of equal width, one part per model."""
-    names = ("ids", "start", "stop")
-    return Rows(*(torch.stack([getattr(rows, name) for rows in parts]) for name in names))
-
-
-def padded_width(longest: int) -> int:
-    """The width of rows whose inputs, all tokens but the last, fill whole tiles."""
-    return -(-(longest - 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE + 1
 
 
 class Fleet:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from farspan.batching import out_of_memory
 from farspan.errors import FarspanError, first_line
-from farspan.lab.fleet import Fleet, MatrixBlock, Rows, concat_rows, map_models, padded_width
+from farspan.lab.fleet import Fleet, MatrixBlock, map_models
+from farspan.lab.rows import Rows, concat_rows, padded_width
 from farspan.model.compile import raise_recompile_limit
 from farspan.train.optim import OPTIMIZERS, OptimizerConfig, learning_rate, orthogonalize
 from farspan.train.steps import WARMUP_STEPS, on_stream

@@ -10,14 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fractions import Fraction
 from functools import cache
 from typing import Any
-
-import numpy as np
-import torch
 
 from farspan.cells import cell_key
 from farspan.custom_code import source_hash
@@ -28,21 +24,20 @@ from farspan.lab.custom_tasks import (
     custom_task_hash,
     is_code,
     load_custom_task,
-    split_examples,
 )
 from farspan.lab.encoding_trial import try_encoding
-from farspan.lab.examples import Splits, draw_examples, length_weights, no_examples
-from farspan.lab.fleet import Fleet, Rows, exact_match, padded_width
+from farspan.lab.examples import check_lengths
+from farspan.lab.fleet import Fleet, exact_match
 from farspan.lab.fleet_training import FleetPlan
 from farspan.lab.networks import ENCODINGS, OTHER_NAMES, NetworkShape, init_model, network_config
+from farspan.lab.rows import padded_width
 from farspan.lab.scratchpad import parse_parts, task_format
-from farspan.lab.tasks import TASKS, Example, LabTask, Range, find_task
+from farspan.lab.task_data import TaskData, count_by_length, encode_examples, longest_row_of
+from farspan.lab.tasks import TASKS, LabTask, Range, find_task
 from farspan.lab.tokenizer import WordTokenizer
-from farspan.lengths import parse_length_range
 from farspan.model.encodings import encoding_class
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
 
-LENGTH_SAMPLE = 256  # examples that estimate the longest row of a task
 MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
 RESULT_FORMAT = 6  # version of a cell's result
 MAX_WORDS = 2**15  # token ids are 16-bit integers
@@ -159,10 +154,7 @@ class LabStudy:
                 )
         by_task = (self.train_lengths, self.test_lengths, self.steps, self.rates)
         for name in set(self.tasks).union(*by_task):  # an unknown task in any of them is an error
-            for low, high in self.ranges(name):
-                if not any(map(self.task(name).count, range(low, high + 1))):
-                    raise FarspanError(no_examples(self.task(name), (low, high)))
-                length_weights(self.task(name), range(low, high + 1), self.even_lengths)
+            check_lengths(self.task(name), self.ranges(name), self.even_lengths)
 
     def task(self, name: str) -> LabTask:
         """The task of that name, built-in or the recipe's own."""
@@ -196,12 +188,8 @@ class LabStudy:
 
     def ranges(self, task: str) -> tuple[Range, Range]:
         """The lengths that a task is trained on and tested on."""
-        default = self.task(task)
-        train, test = self.train_lengths.get(task), self.test_lengths.get(task)
-        return (
-            parse_length_range(train) if train else default.train,
-            parse_length_range(test) if test else default.test,
-        )
+        train, test = self.train_lengths.get(task, ""), self.test_lengths.get(task, "")
+        return self.task(task).ranges(train, test)
 
 
 @dataclass(frozen=True)
@@ -278,97 +266,20 @@ def _vocabulary_hash(vocabulary: tuple[str, ...]) -> str:
 # Data.
 
 
-@dataclass(frozen=True, eq=False)
-class TaskData:
-    """A task's examples as rows, and their lengths in the task's unit."""
-
-    train: Rows
-    held_out: Rows
-    beyond: Rows
-    held_out_lengths: np.ndarray
-    beyond_lengths: np.ndarray
-
-    @classmethod
-    def encode(
-        cls, splits: Splits, weights: Mapping[int, int], encode: Callable[[Sequence[Example]], Rows]
-    ) -> TaskData:
-        """Encode splits; of the train split, every length as often as its weight asks."""
-        return cls(
-            encode(balance_lengths(splits.train, weights)),
-            encode(splits.held_out),
-            encode(splits.beyond),
-            np.array([example.length for example in splits.held_out]),
-            np.array([example.length for example in splits.beyond]),
-        )
-
-    @property
-    def train_length(self) -> int:
-        """In tokens."""
-        return int(self.train.stop.max())
-
-    @property
-    def max_length(self) -> int:
-        """The longest row of all splits, in tokens."""
-        return max(int(rows.stop.max()) for rows in (self.train, self.held_out, self.beyond))
-
-
 def make_task_data(
     study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer
 ) -> TaskData:
-    task, (train, test) = study.task(name), study.ranges(name)
-    counts = study.train_examples, study.test_examples
-    splits = split_examples(
-        task,
-        *counts,
-        study.data_seed,
-        train=train,
-        test=test,
+    return TaskData.make(
+        study.task(name),
+        study.ranges(name),
+        lambda examples: encode_examples(examples, tokenizer),
+        train_examples=study.train_examples,
+        test_examples=study.test_examples,
+        seed=study.data_seed,
         scratchpad=scratchpad,
         even_lengths=study.even_lengths,
+        held_out_least=2,  # half of them choose the learning rate
     )
-    if not splits.train:
-        raise FarspanError(no_examples(task, train))
-    weights = length_weights(task, {e.length for e in splits.train}, study.even_lengths)
-    if len(splits.held_out) < 2:
-        raise FarspanError(
-            f"{name} has too few examples of {train[0]} to {train[1]} {task.length_unit} to hold "
-            "some out; train on more lengths"
-        )
-    if not splits.beyond:
-        raise FarspanError(
-            f"every example of {name} of {test[0]} to {test[1]} {task.length_unit} is trained on "
-            "or held out, so none is left to test; test on longer ones"
-        )
-    return TaskData.encode(splits, weights, lambda examples: encode_examples(examples, tokenizer))
-
-
-def balance_lengths(examples: Sequence[Example], weights: Mapping[int, int]) -> list[Example]:
-    """Repeat examples so that every length occurs as often as its weight asks.
-
-    There are few short examples, and models learn the long ones through them: models that saw sums
-    of two digits once in a thousand examples never learned to add eight digits.
-    """
-    groups = defaultdict(list)
-    for example in examples:
-        groups[example.length].append(example)
-    most = max(Fraction(len(group), weights[length]) for length, group in groups.items())
-    return [
-        example
-        for length, group in groups.items()
-        for example in itertools.islice(itertools.cycle(group), math.floor(most * weights[length]))
-    ]
-
-
-def encode_examples(examples: Sequence[Example], tokenizer: WordTokenizer) -> Rows:
-    """<begin> input <answer> target <end>, padded."""
-    prompts = [tokenizer.prompt(example) for example in examples]
-    targets = [tokenizer.target(example) for example in examples]
-    start = torch.tensor([len(prompt) for prompt in prompts])
-    stop = start + torch.tensor([len(target) for target in targets])
-    ids = np.full((len(examples), int(stop.max())), tokenizer.pad, dtype=np.int16)
-    for row, prompt, target in zip(ids, prompts, targets, strict=True):
-        row[: len(prompt) + len(target)] = prompt + target
-    return Rows(torch.from_numpy(ids), start, stop)
 
 
 def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer) -> int:
@@ -379,13 +290,7 @@ def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordToke
 def _longest_row(
     study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer, lengths: Range
 ) -> int:
-    task, (low, high) = study.task(name), lengths
-    longest = max((length for length in range(low, high + 1) if task.count(length)), default=high)
-    count = int(min(LENGTH_SAMPLE, max(1, task.count(longest))))
-    examples = draw_examples(
-        task, (longest, longest), count, study.data_seed, scratchpad=scratchpad
-    )
-    return int(encode_examples(examples, tokenizer).stop.max())
+    return longest_row_of(study.task(name), lengths, study.data_seed, scratchpad, tokenizer)
 
 
 def _row_lengths(study: LabStudy, name: str, scratchpad: str) -> tuple[int, int]:
@@ -496,10 +401,3 @@ def evaluate_fleet(
         for result, task, outside in zip(results, data, scaled, strict=True):
             result["scaled"][f"{scale:g}"] = count_by_length(outside, task.beyond_lengths)
     return results
-
-
-def count_by_length(correct: np.ndarray, lengths: np.ndarray) -> dict[str, list[int]]:
-    return {
-        str(length): [int(correct[lengths == length].sum()), int((lengths == length).sum())]
-        for length in np.unique(lengths).tolist()
-    }

@@ -17,6 +17,7 @@ import numpy as np
 
 from farspan.errors import FarspanError, suggest
 from farspan.lab import pcfg, scan
+from farspan.lengths import parse_length_range
 
 Range = tuple[int, int]  # both ends included
 
@@ -42,6 +43,13 @@ class LabTask:
     group: str = ""  # of GROUPS; "": in no group of Kazemnejad 2023
     origin: str = "own"  # of ORIGINS
     frequency: Callable[[int], int] = lambda length: 1  # of each length in the released data
+
+    def ranges(self, train: str = "", test: str = "") -> tuple[Range, Range]:
+        """The lengths to train on and to test on, as 2:20; default: those of the task."""
+        return (
+            parse_length_range(train) if train else self.train,
+            parse_length_range(test) if test else self.test,
+        )
 
 
 GROUPS = {  # the groups of tasks that Kazemnejad 2023 ranks encodings in

@@ -26,7 +26,7 @@ from farspan.lab.distance import (
     mass_by_distance,
 )
 from farspan.lab.examples import draw_examples
-from farspan.lab.study import encode_examples, parse_length_range
+from farspan.lab.task_data import encode_examples
 from farspan.lab.tasks import LabTask
 from farspan.lab.theorems import (
     PositionAnalysis,
@@ -159,7 +159,7 @@ def _example_batches(
     """Examples of a task, in batches of rows of equal length, and where their answers begin.
 
     An answer begins after the last step of its scratchpad."""
-    length_range = parse_length_range(lengths) if lengths else task.train
+    length_range, _ = task.ranges(lengths)
     rows, rows_without_steps = (
         encode_examples(draw_examples(task, length_range, count, 0, scratchpad=parts), tokenizer)
         for parts in (scratchpad, None)  # the same examples

@@ -32,7 +32,6 @@ from farspan.lab.ranking import (
 from farspan.lab.study import LabCell, LabStudy
 from farspan.lab.tasks import LabTask, find_task
 from farspan.lab.tokenizer import WordTokenizer
-from farspan.lengths import parse_length_range
 from farspan.loading import resolve_device
 from farspan.progress import Progress, Say, automatic, ignore, shows_progress
 from farspan.recipe import load_recipe, to_toml
@@ -306,6 +305,6 @@ def dump(
     >>> next(dump("copy", 1, "2:2", 0))
     """
     lab_task = resolve_task(task, trust_remote_code).task
-    length_range = parse_length_range(lengths) if lengths else lab_task.train
+    length_range, _ = lab_task.ranges(lengths)
     for example in draw_examples(lab_task, length_range, n, seed, scratchpad=scratchpad):
         yield json.dumps(asdict(example), ensure_ascii=False)

@@ -15,7 +15,7 @@ from farspan.errors import FarspanError
 from farspan.files import file_name, write_text
 from farspan.lab.finetune import FinetuneConfig, finetune_model, make_text_data, match_answers
 from farspan.lab.ranking import LEARNED_THRESHOLD, LabEntry, accuracy
-from farspan.lab.study import count_by_length
+from farspan.lab.task_data import count_by_length
 from farspan.lab.tasks import LabTask
 from farspan.loading import check_source, resolve_device
 from farspan.progress import Progress, automatic, shows_progress
