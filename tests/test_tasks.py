@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 from farspan.errors import FarspanError
 from farspan.lab import pcfg, scan
 from farspan.lab.examples import _balance, draw_examples, length_weights, make_splits
-from farspan.lab.tasks import GROUPS, ORIGINS, TASKS, Example, LabTask, _number, find_task
+from farspan.lab.tasks import GROUPS, TASKS, Example, LabTask, _number, find_task
 from farspan.lab.tokenizer import SPECIAL_TOKENS, WordTokenizer
 
 DATA = Path(os.environ.get("FARSPAN_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
@@ -406,12 +406,19 @@ def test_tasks_name_their_counterparts():
     groups = Counter(task.group for task in TASKS.values())
     assert groups == {"primitive": 8, "reasoning": 8, "classical": 2, "": 2}
     assert {task.group for task in TASKS.values()} <= {*GROUPS, ""}
-    assert {name for name, task in TASKS.items() if task.origin == "own"} == {
-        "copy-next",
-        "reverse-numbers",
-    }
-    assert {task.origin for task in TASKS.values()} == set(ORIGINS)
-    assert all((task.group == "") == (task.origin == "own") for task in TASKS.values())
+    own = {name for name, task in TASKS.items() if not task.group}
+    assert own == {"copy-next", "reverse-numbers"}
+
+
+def test_the_page_lists_every_task_with_its_group():
+    page = (Path(__file__).parent.parent / "docs" / "lab.md").read_text()
+    table = page[page.index("| task | name in the released code |") :].partition("\n\n")[0]
+    listed = {}
+    for row in table.splitlines()[2:]:
+        names, counterpart, *_, group = (cell.strip() for cell in row.strip("|").split("|"))
+        assert (counterpart == "none: ours") == (group == ""), names
+        listed |= dict.fromkeys(re.findall(r"`([\w-]+)`", names), group)
+    assert listed == {name: task.group for name, task in TASKS.items()}
 
 
 @given(

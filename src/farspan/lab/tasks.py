@@ -40,8 +40,7 @@ class LabTask:
     count: Callable[[int], float]  # the number of distinct examples of a length; 0: none
     vocabulary: tuple[str, ...]  # every word that occurs in an input or a target
     length_unit: str  # what its length counts
-    group: str = ""  # of GROUPS; "": in no group of Kazemnejad 2023
-    origin: str = "own"  # of ORIGINS
+    group: str = ""  # of GROUPS; "": not in Kazemnejad 2023
     frequency: Callable[[int], int] = lambda length: 1  # of each length in the released data
 
     def ranges(self, train: str = "", test: str = "") -> tuple[Range, Range]:
@@ -56,11 +55,6 @@ GROUPS = {  # the groups of tasks that Kazemnejad 2023 ranks encodings in
     "primitive": "copying and reversing",
     "reasoning": "mathematics and reasoning",
     "classical": "classical length generalization",
-}
-ORIGINS = {
-    "released": "as the released code of Kazemnejad 2023 makes it",
-    "reconstructed": "by its description and released examples",
-    "own": "without a counterpart in Kazemnejad 2023",
 }
 
 DIGITS = tuple("0123456789")
@@ -328,13 +322,11 @@ _LEGO_WORDS = (
     *ANSWER,
 )
 
-_REASONING = ("reasoning", "released")
-
 TASKS: dict[str, LabTask] = {
     task.name: task
     for task in (
         *(
-            LabTask(name, *_LIST_LENGTHS, make, count, words, "symbols", "primitive", "released")
+            LabTask(name, *_LIST_LENGTHS, make, count, words, "symbols", "primitive")
             for name, make, count, words in (
                 ("copy", _copy, _COUNT_LISTS, _COPY_WORDS),
                 (
@@ -368,7 +360,7 @@ TASKS: dict[str, LabTask] = {
             _count_additions,
             _ADDITION_WORDS,
             "digits of the longer operand",
-            *_REASONING,
+            "reasoning",
             lambda length: 2 * length - 1,  # every pair of operand lengths is equally frequent
         ),
         LabTask(
@@ -378,7 +370,7 @@ TASKS: dict[str, LabTask] = {
             lambda length: 5 * 28**length,
             _POLYNOMIAL_WORDS,
             "terms",
-            *_REASONING,
+            "reasoning",
         ),
         LabTask(
             "sorting",
@@ -387,7 +379,7 @@ TASKS: dict[str, LabTask] = {
             _powers(len(SORT_SYMBOLS)),
             ("Sort", *SORT_SYMBOLS, "?", *ANSWER),
             "symbols",
-            *_REASONING,
+            "reasoning",
         ),
         LabTask(
             "sorting-numbers",
@@ -396,7 +388,7 @@ TASKS: dict[str, LabTask] = {
             _powers(len(SORT_RANGE)),
             ("Sort", *DIGITS, ",", "?", *ANSWER),
             "numbers",
-            *_REASONING,
+            "reasoning",
         ),
         LabTask(
             "summation",
@@ -405,9 +397,9 @@ TASKS: dict[str, LabTask] = {
             _powers(9),
             _SUMMATION_WORDS,
             "digits",
-            *_REASONING,
+            "reasoning",
         ),
-        LabTask("parity", *_SHORT_LENGTHS, _parity, _powers(2), _PARITY_WORDS, "bits", *_REASONING),
+        LabTask("parity", *_SHORT_LENGTHS, _parity, _powers(2), _PARITY_WORDS, "bits", "reasoning"),
         *(
             LabTask(
                 name,
@@ -416,7 +408,7 @@ TASKS: dict[str, LabTask] = {
                 partial(_count_legos, shuffled=shuffled),
                 _LEGO_WORDS,
                 "clauses",
-                *_REASONING,
+                "reasoning",
             )
             for name, shuffled in (("lego", True), ("lego-ordered", False))
         ),
@@ -429,7 +421,6 @@ TASKS: dict[str, LabTask] = {
             scan.VOCABULARY,
             "actions",
             "classical",
-            "released",
             _count_scan,
         ),
         LabTask(
@@ -441,7 +432,6 @@ TASKS: dict[str, LabTask] = {
             pcfg.VOCABULARY,
             "functions",
             "classical",
-            "reconstructed",
             lambda length: pcfg.RELEASED.get(length, 0),
         ),
         LabTask(
