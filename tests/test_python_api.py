@@ -45,6 +45,7 @@ from farspan.loading import LoadedModel, load_tokenizer
 from farspan.methods import presets
 from farspan.model_objects import ModelObject
 from farspan.progress import Stage, bars, shows_progress, with_total
+from farspan.recipe import results_folder
 from farspan.report.comparison import ComparedScore
 from farspan.report.lab_figures import Panel
 from farspan.summaries import Plotted, ResultList, Summarized, plain, shorten
@@ -56,7 +57,7 @@ from farspan.workflows.eval_models import model_identity
 from farspan.workflows.export import ExportResult
 from farspan.workflows.extend import ExtendResult
 from farspan.workflows.extend_estimate import ExtendEstimate
-from farspan.workflows.lab import LabResult, results_folder, summarize
+from farspan.workflows.lab import LabResult, summarize
 from farspan.workflows.lab_estimate import LabEstimate
 from farspan.workflows.lab_finetune import FinetuneResult
 from farspan.workflows.pretrain import PretrainEstimate, PretrainResult
@@ -487,7 +488,9 @@ def test_one_of_several_needs_no_list(tmp_path):
 
 def test_the_lab_has_the_folder_of_the_command(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert results_folder("own/mine.toml", None) == Path("runs/mine")
+    assert results_folder("own/mine.toml") == Path("runs/mine")
+    assert results_folder("llama-3.1-copy") == Path("runs/llama-3.1-copy")
+    assert results_folder("lab-tiny", "out") == Path("out")
     with pytest.raises(FarspanError, match="runs/lab-tiny holds no results of this study"):
         summarize("lab-tiny")
 

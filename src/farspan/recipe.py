@@ -62,6 +62,15 @@ def load_recipe(
     return _checked(kind, document)
 
 
+def results_folder(name: str, out: str | Path | None = None) -> Path:
+    """Where the results of a recipe are, by its name or path; default: runs/NAME.
+
+    >>> str(results_folder("own/mine.toml"))
+    'runs/mine'
+    """
+    return Path(out) if out is not None else Path("runs") / Path(name).name.removesuffix(".toml")
+
+
 def recipe_keys(source: str | Path, *, recipe_dir: Path) -> set[str]:
     """The keys and tables at the top of a recipe and its bases, which say what kind it is."""
     return set(_document(_find(str(source), recipe_dir), recipe_dir))

@@ -62,7 +62,8 @@ def run_command(
     """
     from farspan.cells import check_results_folder
     from farspan.progress import bars
-    from farspan.workflows.lab import read_study, results_folder, run, summarize
+    from farspan.recipe import results_folder
+    from farspan.workflows.lab import read_study, run, summarize
     from farspan.workflows.lab_estimate import estimate
 
     if dry_run:

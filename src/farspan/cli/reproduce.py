@@ -46,10 +46,11 @@ def reproduce_command(
     Rerun the same command to resume.
     """
     from farspan.progress import bars
-    from farspan.workflows.reproduce import estimate_study, reproduce, study_folder, summarize
+    from farspan.recipe import results_folder
+    from farspan.workflows.reproduce import estimate_study, reproduce, summarize
     from farspan.workflows.reproduce_study import read_study
 
-    folder = study_folder(study, out)
+    folder = results_folder(study, out)
     if dry_run:
         with bars() as progress:
             models = estimate_study(study, overrides or [], out, device=device, progress=progress)

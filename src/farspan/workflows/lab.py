@@ -34,7 +34,7 @@ from farspan.lab.tasks import LabTask, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.loading import resolve_device
 from farspan.progress import Progress, Say, automatic, ignore, shows_progress
-from farspan.recipe import load_recipe, to_toml
+from farspan.recipe import load_recipe, results_folder, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.report.study_tables import markdown
@@ -125,11 +125,6 @@ def _name_ranks(ranks: Sequence[Rank]) -> str:
 @draw.register
 def _(result: LabResult) -> Figure:
     return lab_figures.accuracy_by_length(result.panels)
-
-
-def results_folder(recipe: str, out: str | Path | None) -> Path:
-    """Where the results of a study are; default: runs/RECIPE."""
-    return Path(out) if out is not None else Path("runs") / Path(recipe).stem
 
 
 @renamed_arguments(source="recipe", changes="overrides")

@@ -19,7 +19,7 @@ from farspan.lab.task_data import count_by_length
 from farspan.lab.tasks import LabTask
 from farspan.loading import check_source, resolve_device
 from farspan.progress import Progress, automatic, shows_progress
-from farspan.recipe import apply_overrides, to_toml
+from farspan.recipe import apply_overrides, results_folder, to_toml
 from farspan.record import write_record
 from farspan.report import lab_figures, style
 from farspan.summaries import Plotted, draw
@@ -90,7 +90,7 @@ def finetune(
     lab_task, _, version = resolve_task(config.task, trust_remote_code)
     config = replace(config, task_sha256=version)
     config.check_task(lab_task)
-    folder = Path(out or Path("runs") / f"{file_name(model)}-{lab_task.name}")
+    folder = results_folder(f"{file_name(model)}-{lab_task.name}", out)
     device = resolve_device(device)
     check_source(model, trust_remote_code=trust_remote_code)
     check_same_recipe(config, folder, "fine-tuning")

@@ -31,7 +31,7 @@ from farspan.progress import (
     shows_progress,
     with_total,
 )
-from farspan.recipe import load_recipe, to_toml
+from farspan.recipe import load_recipe, results_folder, to_toml
 from farspan.record import write_record
 from farspan.report import figures
 from farspan.summaries import Plotted, Summarized, draw
@@ -203,7 +203,7 @@ def pretrain(
     2
     """
     config = read_recipe(recipe, overrides)
-    run = Path(out or Path("runs") / Path(recipe).stem)
+    run = results_folder(recipe, out)
     if config.train.tensorboard and processes().is_main_process:
         on_step = _log_to_tensorboard(run, on_step)
     record_file = run / "record.json"

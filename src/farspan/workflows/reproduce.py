@@ -42,7 +42,7 @@ from farspan.progress import (
     shows_progress,
     with_total,
 )
-from farspan.recipe import to_toml
+from farspan.recipe import results_folder, to_toml
 from farspan.report.figures import Figure, best_scales, method_losses, passkey_heatmap
 from farspan.report.study_tables import passkey_scores, study_report, summary_line
 from farspan.report.style import save
@@ -103,7 +103,7 @@ def reproduce(
     >>> farspan.reproduce("extend-small", [*texts, *models, *size], "runs/small")[0]["method"]
     'none'
     """
-    recipe, out = read_study(study, overrides), study_folder(study, out)
+    recipe, out = read_study(study, overrides), results_folder(study, out)
     device = resolve_device(device)
     check_results_folder(out, "reproduce")
     texts, cells = _checked(recipe)
@@ -198,7 +198,7 @@ def estimate_study(
     progress: Progress = automatic,
 ) -> list[ModelEstimate]:
     """Check a study as `reproduce` does, and say what is missing of it. Writes nothing."""
-    recipe, out = read_study(study, overrides), study_folder(study, out)
+    recipe, out = read_study(study, overrides), results_folder(study, out)
     check_results_folder(out, "reproduce")
     texts, cells = _checked(recipe)
     return _estimate_models(texts, cells, out, resolve_device(device), progress)
@@ -221,7 +221,7 @@ def summarize(
     say: Say = ignore,
 ) -> StudyResults:
     """Rewrite the report from the finished cells of a study and return their results."""
-    recipe, out = read_study(study, overrides), study_folder(study, out)
+    recipe, out = read_study(study, overrides), results_folder(study, out)
     study_cells = list_cells(recipe)
     results: dict[AnyCell, Result] = {}
     for result in _results_of_last_run(recipe, out, say):  # of two for one cell, the later
@@ -232,15 +232,6 @@ def summarize(
             f"{out} holds no results of this study; run it first, or set its folder with --out"
         )
     return _write_report([*study_cells, *list_grids(recipe)], results, out)
-
-
-def study_folder(study: str, out: str | Path | None = None) -> Path:
-    """The results folder of a study; default: runs/STUDY.
-
-    >>> str(study_folder("extend-small"))
-    'runs/extend-small'
-    """
-    return Path(out) if out is not None else Path("runs") / Path(study).stem
 
 
 def _results_of_last_run(study: ReproduceStudy, out: Path, say: Say) -> list[Result]:
