@@ -66,7 +66,7 @@ def test_token_losses_match_full_logits(family: Family):
 @torch.no_grad()
 def test_curves_average_token_losses_in_bins():
     model, ids = FAMILIES[0].build(), tokens(25, batch=3)
-    curves = measure_curves(model, ids, bins=5, every=1)
+    curves = measure_curves(model, ids, bins=5)
     losses = token_losses(model, ids).mean(0)
     assert np.allclose(curves.loss[:4], losses[:20].unflatten(0, (4, 5)).mean(1), atol=1e-6)
     assert np.allclose(curves.loss[4], losses[20:].mean(), atol=1e-6), (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from farspan.bundled import BUNDLED_MODELS
 from farspan.cli.lab_theorems import show_theorems
 from farspan.errors import FarspanError
+from farspan.lab import theorems as theorems_module
 from farspan.lab.theorems import (
     AttentionRule,
     PositionAnalysis,
@@ -197,14 +198,15 @@ def test_constant_coordinates_get_no_weight(constant):
     assert x @ weights[:3] + weights[3] == pytest.approx(rows[:, -1], abs=1e-4)
 
 
-def test_positions_are_read_by_least_squares_on_the_first_half():
+def test_positions_are_read_by_least_squares_on_the_first_half(monkeypatch):
     """Without a ridge, in several batches."""
     model = tiny("none")
     ids = torch.randint(16, (12, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = model(ids, output_hidden_states=True, use_cache=False).hidden_states
     positions = np.tile(np.arange(1, 9), 6)
-    for readout, hidden in zip(read_positions(model, ids, ridge=0.0), states, strict=True):
+    monkeypatch.setattr(theorems_module, "RIDGE", 0.0)
+    for readout, hidden in zip(read_positions(model, ids), states, strict=True):
         fit, held_out = (
             np.column_stack([half.flatten(0, 1).double(), np.ones(48)]) for half in hidden.split(6)
         )
@@ -213,7 +215,7 @@ def test_positions_are_read_by_least_squares_on_the_first_half():
         assert readout.error == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
-def test_each_text_is_read_once():
+def test_each_text_is_read_once(monkeypatch):
     model, ids = tiny("none"), torch.arange(7)[:, None].expand(7, 8)
     read: list[int] = []
 
@@ -221,7 +223,8 @@ def test_each_text_is_read_once():
         read.append(options["input_ids"][:, 0].tolist())
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    read_positions(model, ids, batch=2)
+    monkeypatch.setattr(theorems_module, "BATCH", 2)
+    read_positions(model, ids)
     assert read == [[0, 1], [2], [3, 4], [5, 6]]
 
 

@@ -92,7 +92,6 @@ def measure_curves(
     ids: Tensor,
     *,
     bins: int,
-    every: int | None = None,
     entropy: bool = True,
     name: str = "the model",
     after_window: Callable[[], None] = lambda: None,
@@ -106,8 +105,7 @@ def measure_curves(
     length = ids.shape[1]
     # At least two tokens per bin: the last token predicts nothing, and the last bin needs a loss.
     bins = min(bins, length // 2)
-    if every is None:
-        every = 1 if model.device.type == "cuda" else max(1, length // QUERIES_ON_CPU)
+    every = 1 if model.device.type == "cuda" else max(1, length // QUERIES_ON_CPU)
     profile = EntropyByPosition(length, bins=bins, every=min(every, length // bins))
     bin_index = torch.arange(length - 1) * bins // length
     total = torch.zeros(bins, dtype=torch.float64)

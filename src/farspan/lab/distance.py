@@ -31,6 +31,7 @@ from farspan.summaries import Plotted
 
 BINS = 20  # of distances relative to the tokens before
 BUDGET = 1 << 24  # attention probabilities in memory at once
+ABLATED_LAYERS = 4
 DistanceRule = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -125,7 +126,6 @@ def distances(
     rule: str = "jsd",
     minimum: str = "sample",
     reference: int | None = None,
-    budget: int = BUDGET,
 ) -> dict[tuple[int, int], Distance]:
     """The distance between every two models, by their indices, over batches of tokens [B, T].
 
@@ -142,7 +142,7 @@ def distances(
         _check_comparable(scores, rule)
         for one, other in pairs:
             layers = [
-                _sum_head_pairs(p, q, RULES[rule], budget)
+                _sum_head_pairs(p, q, RULES[rule])
                 for p, q in zip(scores[one], scores[other], strict=True)
             ]
             tables[one, other].append(torch.stack(layers, dim=1) / ids.shape[1])
@@ -180,7 +180,7 @@ def _check_comparable(scores: Sequence[Sequence[Scores]], rule: str) -> None:
         )
 
 
-def _sum_head_pairs(one: Scores, other: Scores, rule: DistanceRule, budget: int) -> Tensor:
+def _sum_head_pairs(one: Scores, other: Scores, rule: DistanceRule) -> Tensor:
     """[B, H, H'] of two layers, summed over positions, float64 on the CPU."""
     batch, heads, queries, _ = one.q.shape
     total = torch.zeros(batch, heads, other.q.shape[1], dtype=torch.float64)
@@ -192,14 +192,12 @@ def _sum_head_pairs(one: Scores, other: Scores, rule: DistanceRule, budget: int)
         divergence = rule(p[:, :, None], q[:, None])  # [B, H, H', rows]
         total = total + divergence.sum(3, dtype=torch.float64).cpu()
 
-    run_in_batches(queries, max(1, budget // (total.numel() * queries)), add_rows)
+    run_in_batches(queries, max(1, BUDGET // (total.numel() * queries)), add_rows)
     return total
 
 
 @torch.no_grad()
-def mass_by_distance(
-    model: PreTrainedModel, batches: Sequence[Tensor], *, budget: int = BUDGET
-) -> np.ndarray:
+def mass_by_distance(model: PreTrainedModel, batches: Sequence[Tensor]) -> np.ndarray:
     """Attention mass by distance in tokens, [layers, heads, T]; distance 0 is the token itself.
 
     The mean is over the queries that have a key at that distance.
@@ -207,13 +205,13 @@ def mass_by_distance(
     longest = max(ids.shape[1] for ids in batches)
     total = queries = torch.zeros(longest, dtype=torch.float64)
     for ids in batches:
-        layers = [_sum_mass(scores, longest, budget) for scores in attention_scores(model, ids)]
+        layers = [_sum_mass(scores, longest) for scores in attention_scores(model, ids)]
         total = total + torch.stack(layers)
         queries = queries + len(ids) * (ids.shape[1] - torch.arange(longest)).clamp(min=0)
     return (total / queries).numpy()
 
 
-def _sum_mass(scores: Scores, longest: int, budget: int) -> Tensor:
+def _sum_mass(scores: Scores, longest: int) -> Tensor:
     batch, heads, queries, _ = scores.q.shape
     total = torch.zeros(heads, longest, dtype=torch.float64, device=scores.q.device)
 
@@ -226,7 +224,7 @@ def _sum_mass(scores: Scores, longest: int, budget: int) -> Tensor:
         back = rows[:, None] - keys
         total.index_add_(1, back.clamp(min=0).flatten(), (p * (back >= 0)).flatten(1))
 
-    run_in_batches(queries, max(1, budget // (batch * heads * queries)), add_rows)
+    run_in_batches(queries, max(1, BUDGET // (batch * heads * queries)), add_rows)
     return total.cpu()
 
 
@@ -235,8 +233,6 @@ def attended_distance(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
     starts: Sequence[Tensor] | None = None,
-    *,
-    budget: int = BUDGET,
 ) -> np.ndarray:
     """How far back the most attended token is, as fractions of queries [layers, heads, BINS].
 
@@ -246,13 +242,13 @@ def attended_distance(
     totals: Tensor | float = 0.0
     for number, ids in enumerate(batches):
         start = torch.zeros(len(ids)) if starts is None else starts[number]
-        layers = [_count_attended(scores, start, budget) for scores in attention_scores(model, ids)]
+        layers = [_count_attended(scores, start) for scores in attention_scores(model, ids)]
         totals = totals + torch.stack(layers)
     assert isinstance(totals, Tensor)
     return (totals / totals.sum(-1, keepdim=True)).numpy()
 
 
-def _count_attended(scores: Scores, start: Tensor, budget: int) -> Tensor:
+def _count_attended(scores: Scores, start: Tensor) -> Tensor:
     """The number of queries whose most attended token is in each bin of distances, [H, BINS]."""
     batch, heads, queries, _ = scores.q.shape
     counts = torch.zeros(heads, BINS, dtype=torch.float64)
@@ -265,16 +261,16 @@ def _count_attended(scores: Scores, start: Tensor, budget: int) -> Tensor:
         counted = (rows >= start[:, None])[:, None].expand(back.shape)
         counts.add_(torch.bincount(bins[counted], minlength=heads * BINS).view(heads, BINS))
 
-    run_in_batches(queries, max(1, budget // (batch * heads * queries)), add_rows)
+    run_in_batches(queries, max(1, BUDGET // (batch * heads * queries)), add_rows)
     return counts
 
 
-def ablation(model: PreTrainedModel, batches: Sequence[Tensor], *, layers: int = 4) -> np.ndarray:
+def ablation(model: PreTrainedModel, batches: Sequence[Tensor]) -> np.ndarray:
     """How much the loss rises when one head outputs zeros, in nats per token [layers, heads].
 
-    Only the first `layers` layers are ablated.
+    Only the first layers are ablated.
     """
-    calls = seam.attention_calls(model)[:layers]
+    calls = seam.attention_calls(model)[:ABLATED_LAYERS]
     baseline = _mean_loss(model, batches)
     increases = np.zeros((len(calls), calls[0].q.shape[1]))
     for row, call in enumerate(calls):

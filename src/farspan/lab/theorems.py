@@ -30,6 +30,8 @@ from farspan.summaries import Plotted
 CONSTANT = 1e9  # a coordinate this large dominates the norm, so that RMSNorm divides by a constant
 POSITION = 3  # the coordinate of the hidden state that holds t/N after the first layer
 ROWS = 256  # rows of scores in memory at once
+RIDGE = 1e-2  # of `read_positions`
+BATCH = 4  # texts whose hidden states are in memory at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,9 +276,7 @@ class PositionReadout:
 
 
 @torch.no_grad()
-def read_positions(
-    model: PreTrainedModel, ids: Tensor, *, ridge: float = 1e-2, batch: int = 4
-) -> list[PositionReadout]:
+def read_positions(model: PreTrainedModel, ids: Tensor) -> list[PositionReadout]:
     """Ridge regression of the position on the hidden states after each layer of any model.
 
     It is fitted to the first half of the rows of ids [B, T] and scored on the other half. The ridge
@@ -304,8 +304,8 @@ def read_positions(
         for layer, features in enumerate(states(start, stop)):
             sums[layer] = sums.get(layer, 0) + features.T @ features
 
-    run_in_batches(half, batch, gather)
-    weights = {layer: _ridge(total, ridge) for layer, total in sums.items()}
+    run_in_batches(half, BATCH, gather)
+    weights = {layer: _ridge(total, RIDGE) for layer, total in sums.items()}
     squared, absolute = dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
 
     def score(start: int, stop: int) -> None:
@@ -314,7 +314,7 @@ def read_positions(
             squared[layer] += float(errors.square().sum())
             absolute[layer] += float(errors.abs().sum())
 
-    run_in_batches(len(ids) - half, batch, score)
+    run_in_batches(len(ids) - half, BATCH, score)
     count = (len(ids) - half) * length
     spread = float(positions.var(correction=0)) * count
     return [
