@@ -889,6 +889,19 @@ def test_variants_are_drawn_only_without_their_plain_method(methods, drawn):
     assert len([line for line in figure.axes[0].lines if len(line.get_xdata()) == 8]) == len(drawn)
 
 
+@pytest.mark.parametrize("count", [3, 9])
+def test_losses_are_drawn_as_means_over_up_to_five_positions(count):
+    loss = np.arange(count, dtype=float) ** 2
+    cell = make_result("a", "none", 512)
+    cell |= {"positions": [*range(1, count + 1)], "loss": {"text": loss.tolist()}}
+    drawn = method_losses([cell]).axes[0].lines[0].get_ydata()
+    if count == 9:
+        assert drawn[:3] == pytest.approx([loss[:3].mean(), loss[:4].mean(), loss[:5].mean()])
+        assert drawn[-1] == pytest.approx(loss[-3:].mean())
+    else:
+        assert drawn[1] == pytest.approx(loss.mean())
+
+
 def test_scales_and_entropies_are_correlated_within_a_layer():
     """Only the second of two layers is scaled; its heads' λ̂ fall as their entropy rises."""
     curves = {

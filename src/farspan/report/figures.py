@@ -26,6 +26,7 @@ from farspan.report.style import (
     line_styles,
     mark_train_length,
     minor_tick_label,
+    number_cells,
     set_position_axis,
 )
 from farspan.summaries import draw
@@ -250,7 +251,7 @@ def layer_costs(costs: Sequence[Mapping[str, float]], global_layers: Sequence[in
 
 def running_mean(curve: np.ndarray, width: int) -> np.ndarray:
     """The mean over `width` positions around each position, over fewer at the ends."""
-    ones = np.ones(max(1, width))
+    ones = np.ones(max(1, min(width, len(curve))))
     return np.convolve(curve, ones, "same") / np.convolve(np.ones_like(curve), ones, "same")
 
 
@@ -305,8 +306,7 @@ def _plot_methods(
         ]
         if group:
             loss = np.mean([next(iter(cell["loss"].values())) for cell in group], axis=0)
-            smooth = np.convolve(np.pad(loss, 2, mode="edge"), np.ones(5) / 5, "valid")
-            axes.plot(group[0]["positions"], smooth, lw=1.5, **line_style)
+            axes.plot(group[0]["positions"], running_mean(loss, 5), lw=1.5, **line_style)
     model, length, positions = (cells[0][key] for key in ("model", "train_length", "positions"))
     axes.axvspan(length, factor * length, color=GRAY, alpha=0.15, lw=0)
     axes.set_title(f"{model}, to {factor}×" if factor > 1 else model, loc="left")
@@ -355,10 +355,7 @@ def training_loss(metrics: Sequence[dict[str, Any]], title: str) -> Figure:
     """Training loss by tokens seen, raw and smoothed."""
     tokens = np.array([entry["tokens"] for entry in metrics]) / 1e6
     loss = np.array([entry["loss"] for entry in metrics])
-    width = max(1, len(loss) // 50)
-    smooth = np.convolve(
-        np.pad(loss, (width // 2, width - 1 - width // 2), "edge"), np.ones(width) / width, "valid"
-    )
+    smooth = running_mean(loss, len(loss) // 50)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.5, 3.2), layout="constrained")
         axes = figure.subplots()
@@ -500,9 +497,7 @@ def _draw_heatmap(axes: Axes, scores: Sequence[Score], lengths: Sequence[int]) -
         row, column = depths.index(score.tags["depth"]), lengths.index(score.length)
         accuracies[row, column] = score.value
     image = axes.imshow(accuracies, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    for (row, column), accuracy in np.ndenumerate(accuracies):
-        ink = "white" if accuracy < 0.6 else INK
-        axes.text(column, row, f"{accuracy:.1f}", ha="center", va="center", fontsize=8, color=ink)
+    number_cells(axes, accuracies, most=1, digits=1)
     axes.set_xticks(
         range(len(lengths)),
         [f"{length:,}" for length in lengths],

@@ -15,7 +15,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from farspan.lab.distance import AttentionComparison
 from farspan.lab.theorems import PositionAnalysis, TheoremProof
-from farspan.report.style import COLORS, GRAY, INK, STYLE
+from farspan.report.style import (
+    COLORS,
+    GRAY,
+    INK,
+    STYLE,
+    hide_unused_panels,
+    number_cells,
+)
 from farspan.summaries import draw
 
 
@@ -46,8 +53,7 @@ def accuracy_by_length(panels: Sequence[Panel]) -> Figure:
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
         for axes, panel in zip(grid.ravel(), panels, strict=False):
             _draw_panel(axes, panel, styles)
-        for axes in grid.ravel()[len(panels) :]:
-            axes.set_axis_off()
+        hide_unused_panels(grid.ravel(), len(panels), columns)
         figure.supylabel("exact match", fontsize=10)
         handles = [mpl.lines.Line2D([], [], **styles[name]) for name in names]
         seeds = max(len(scores) for panel in panels for _, scores in panel.curves.values())
@@ -95,10 +101,7 @@ def attention_distance(comparison: AttentionComparison) -> Figure:
         grid = figure.subplots(1, 2, sharey=True)
         for axes, (title, table) in zip(grid, tables.items(), strict=True):
             axes.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto")
-            for (row, column), value in np.ndenumerate(table):
-                ink = "white" if value < 0.6 * most else INK
-                text = f"{value:.2f}"
-                axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
+            number_cells(axes, table, most, digits=2)
             axes.set_title(title, loc="left")
             axes.set_xticks(range(layers))
             axes.set_yticks(range(len(labels)), labels, fontsize=9)

@@ -71,6 +71,14 @@ def hide_unused_panels(panels: np.ndarray, used: int, columns: int) -> None:
         axes.tick_params(labelbottom=True)
 
 
+def number_cells(axes: Axes, table: np.ndarray, most: float, digits: int) -> None:
+    """Write the number of each cell of an image whose colors go from 0 to `most`."""
+    for (row, column), value in np.ndenumerate(table):
+        ink = "white" if value < 0.6 * most else INK
+        text = f"{value:.{digits}f}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
+
+
 def set_position_axis(axes: Axes, length: int, ticks: int = 8) -> None:
     """An x axis of positions from 0, with at most so many ticks at multiples of a power of two."""
     step = 2 ** int(np.ceil(np.log2(length / ticks)))
