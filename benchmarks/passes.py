@@ -28,8 +28,8 @@ from farspan.lab import fleet_training
 from farspan.lab.fleet import Fleet
 from farspan.lab.fleet_training import FleetPlan, FleetTrainer, GraphedFleetTrainer
 from farspan.lab.rows import Rows
-from farspan.lab.study import fleet_plan, group_fleets, list_cells, make_fleet, make_task_data
-from farspan.lab.tokenizer import WordTokenizer
+from farspan.lab.study import fleet_plan, list_cells, make_task_data
+from farspan.lab.study_fleets import group_fleets, make_fleet
 from farspan.train.steps import on_stream
 from farspan.workflows.lab import read_study
 
@@ -102,18 +102,18 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logging.disable(logging.WARNING)  # tasks with few examples warn
     overrides = ["train_examples=4000", *(TINY if options.small else ())]
-    study, tokenizer = read_study("lab-grid", overrides), WordTokenizer()
+    study = read_study("lab-grid", overrides)
     cells = [cell for cell in list_cells(study) if cell.encoding == options.encoding]
     print("models    ms/step apart   whole  chosen  apart ÷ chosen  widths of its passes, tasks")
     table = []
     tasks = set(filter(None, options.tasks.split(","))) or set(study.tasks)
-    for group in group_fleets(study, cells, tokenizer, study.fleet):
+    for group in group_fleets(study, cells, study.fleet):
         names = sorted({cell.task for cell in group})
         if not tasks & set(names):
             continue
-        by_task = {name: make_task_data(study, name, "none", tokenizer) for name in names}
+        by_task = {name: make_task_data(study, name, "none") for name in names}
         data = [by_task[cell.task] for cell in group]
-        fleet = make_fleet(study, group, data, tokenizer, device)
+        fleet = make_fleet(study, group, data, device)
         fleet.network.train()
         results = measure(
             fleet, [task.train for task in data], fleet_plan(study, group[0]), options

@@ -33,10 +33,10 @@ from farspan.lab.released import read_examples
 from farspan.lab.study import (
     LabStudy,
     describe_cell,
-    group_fleets,
     list_cells,
     make_task_data,
 )
+from farspan.lab.study_fleets import group_fleets
 from farspan.lab.tasks import TASKS
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model import FarspanConfig, FarspanForCausalLM
@@ -206,7 +206,7 @@ def test_examples_of_a_file_are_those_of_the_file(tmp_path):
     rows = parity_rows()
     write_lines(tmp_path / "mine.jsonl", rows)
     study = read_study(write_recipe(tmp_path, LINES))
-    data, tokenizer = make_task_data(study, "mine", "none", study.tokenizer), study.tokenizer
+    data, tokenizer = make_task_data(study, "mine", "none"), study.tokenizer
     texts = {(row["input"], row["target"]): row["length"] for row in rows}
     for examples in (data.train, data.held_out, data.beyond):
         for ids, start, stop in zip(examples.ids, examples.start, examples.stop, strict=True):
@@ -700,12 +700,12 @@ def test_encodings_that_know_the_length_or_draw_train_separately(tmp_path):
         ("mine", "other"),
     )
     study = read_study(recipe, ["seeds=[0, 1]"], **TRUST)
-    fleets = group_fleets(study, list_cells(study), study.tokenizer, 64)
+    fleets = group_fleets(study, list_cells(study), 64)
     assert sorted((fleet[0].encoding, len(fleet)) for fleet in fleets) == (
         [("mine", 2)] * 2 + [("other", 1)] * 4
     )
     study = LabStudy(("copy", "reverse"), encodings=("kerple", "fire", "randomized"), seeds=(0, 1))
-    fleets = group_fleets(study, list_cells(study), study.tokenizer, 64)
+    fleets = group_fleets(study, list_cells(study), 64)
     sizes = {}
     for fleet in fleets:
         sizes.setdefault(fleet[0].encoding, []).append(len(fleet))

@@ -27,6 +27,7 @@ from farspan import cli, progress
 from farspan.cells import cell_key
 from farspan.errors import FarspanError
 from farspan.lab import study as lab_study
+from farspan.lab import study_fleets
 from farspan.lab.distance import BINS, attended_distance
 from farspan.lab.examples import draw_examples
 from farspan.lab.fleet import Fleet
@@ -48,12 +49,11 @@ from farspan.lab.study import (
     LabCell,
     LabStudy,
     describe_cell,
-    evaluate_fleet,
     fleet_plan,
-    group_fleets,
     list_cells,
     make_task_data,
 )
+from farspan.lab.study_fleets import evaluate_fleet, group_fleets
 from farspan.lab.task_data import TaskData, count_by_length, encode_examples
 from farspan.lab.tasks import TASKS, find_task
 from farspan.lab.tokenizer import WordTokenizer
@@ -307,7 +307,7 @@ def test_fleets_train_the_same_models_as_single_runs(finished, monkeypatch, tmp_
     monkeypatch.setattr(
         lab_training,
         "group_fleets",
-        lambda study, cells, tokenizer, max_models: group_fleets(study, cells, tokenizer, 64),
+        lambda study, cells, max_models: group_fleets(study, cells, 64),
     )
     sizes = []
     make_fleet = lab_training.make_fleet
@@ -350,7 +350,7 @@ def test_worker_processes_train_the_same_models(finished, tmp_path):
 
 def test_fleets_hold_one_network_and_rows_of_similar_length():
     study = LabStudy(tasks=("copy", "parity", "scan", "pcfg"), steps={"scan": 9})
-    fleets = group_fleets(study, list_cells(study), WordTokenizer(), 5)
+    fleets = group_fleets(study, list_cells(study), 5)
     assert sorted(cell.name for fleet in fleets for cell in fleet) == sorted(
         cell.name for cell in list_cells(study)
     )
@@ -371,10 +371,7 @@ def test_longest_running_fleets_come_first(large):
     study = LabStudy(
         tasks=("parity", "copy", "pcfg"), steps={"parity": 25_000}, encodings=("none",), sizes=sizes
     )
-    order = [
-        (cell.size, cell.task)
-        for cell, *_ in group_fleets(study, list_cells(study), WordTokenizer(), 3)
-    ]
+    order = [(cell.size, cell.task) for cell, *_ in group_fleets(study, list_cells(study), 3)]
     assert order == [
         (size, task) for size in ("large", "small") for task in ("parity", "pcfg", "copy")
     ]
@@ -383,7 +380,7 @@ def test_longest_running_fleets_come_first(large):
 def test_with_dropout_every_fleet_has_one_model():
     sizes = {"without": NetworkShape(), "with": NetworkShape(dropout=0.1)}
     study = LabStudy(tasks=("copy", "reverse"), sizes=sizes)
-    fleets = group_fleets(study, list_cells(study), WordTokenizer(), 5)
+    fleets = group_fleets(study, list_cells(study), 5)
     assert all(len(fleet) == 1 for fleet in fleets if fleet[0].size == "with")
     assert any(len(fleet) > 1 for fleet in fleets if fleet[0].size == "without")
 
@@ -425,13 +422,13 @@ def test_rows_are_prompt_then_target_then_padding():
 )
 def test_the_data_of_a_study_keep_every_bit(task, scratchpad, even, sha256):
     study = LabStudy((task,), train_examples=300, test_examples=40, even_lengths=even)
-    data = make_task_data(study, task, scratchpad, WordTokenizer())
+    data = make_task_data(study, task, scratchpad)
     assert hash_of_data(data) == sha256
 
 
 def test_train_and_test_rows_are_disjoint():
     study = replace(read_study("lab-tiny"), train_examples=500, test_examples=100)
-    data = make_task_data(study, "copy", "none", WordTokenizer())
+    data = make_task_data(study, "copy", "none")
     trained = {
         tuple(row[:stop].tolist())
         for row, stop in zip(data.train.ids, data.train.stop, strict=True)
@@ -445,7 +442,7 @@ def test_train_and_test_rows_are_disjoint():
 
 def test_training_rows_are_balanced_by_length():
     study = replace(read_study("lab-tiny"), train_examples=500)
-    train = make_task_data(study, "parity", "none", WordTokenizer()).train
+    train = make_task_data(study, "parity", "none").train
     lengths, counts = torch.unique(train.start, return_counts=True)
     assert len(lengths) == 8
     assert set(counts.tolist()) == {int(2**8 * 0.9) + 1}, (
@@ -456,7 +453,7 @@ def test_training_rows_are_balanced_by_length():
 
 def test_training_rows_are_as_frequent_as_in_the_released_data():
     study = replace(read_study("lab-tiny"), train_examples=640, even_lengths=False)
-    train = make_task_data(study, "addition", "none", WordTokenizer()).train
+    train = make_task_data(study, "addition", "none").train
     tokenizer, counts = WordTokenizer(), Counter()
     for ids, start in zip(train.ids, train.start, strict=True):
         operands = tokenizer.decode(ids[:start].tolist())[len("Compute ") : -2].split(" + ")
@@ -524,7 +521,7 @@ def test_every_other_held_out_example_chooses_the_learning_rate(monkeypatch):
     """The others are the reported ones; examples beyond the train lengths choose nothing."""
     inside = np.array([True, False, True, False, False, True, True, False])
     answers = {"held out": [inside], "beyond": [np.array([True, False])]}
-    monkeypatch.setattr(lab_study, "exact_match", lambda fleet, rows: answers[rows[0]])
+    monkeypatch.setattr(study_fleets, "exact_match", lambda fleet, rows: answers[rows[0]])
     lengths = (np.arange(8) // 4, np.array([9, 9]))
     data = TaskData("train", "held out", "beyond", *lengths)
     (result,) = evaluate_fleet(None, [data], [])
@@ -539,7 +536,7 @@ def test_every_other_held_out_example_chooses_the_learning_rate(monkeypatch):
 def test_two_held_out_examples_are_enough():
     """One chooses the learning rate, the other one is scored."""
     study = replace(read_study("lab-tiny"), train_examples=20, test_examples=2)
-    assert len(make_task_data(study, "copy", "none", WordTokenizer()).held_out) == 2
+    assert len(make_task_data(study, "copy", "none").held_out) == 2
 
 
 @pytest.mark.long
@@ -1057,7 +1054,7 @@ def test_overlapping_test_lengths_are_warned_of(caplog, tmp_path, no_figures):
     study = replace(
         read_study("lab-tiny", ['test_lengths.copy="4:6"']), train_examples=100, test_examples=20
     )
-    make_task_data(study, "copy", "none", WordTokenizer())
+    make_task_data(study, "copy", "none")
     assert "not all longer" in caplog.text
     results = {cell("copy", "none"): result(1.0, 0.5)}
     (title, *_) = lab_workflow._write_results(study, results, tmp_path).tables
@@ -1112,7 +1109,7 @@ def test_saved_weights_reproduce_the_recorded_scores(finished):
     keys = ("task", "encoding", "size", "scratchpad", "lr", "seed")
     name = LabCell(*(recorded[key] for key in keys)).name
     model, _ = farspan.load(next((finished / "out" / "models").glob(f"{name}-*")))
-    data = make_task_data(study, "reverse", "none", WordTokenizer())
+    data = make_task_data(study, "reverse", "none")
     with torch.no_grad():
         (scores,) = evaluate_fleet(Fleet([model]), [data], study.scales)
     assert scores["beyond"] == recorded["beyond"]

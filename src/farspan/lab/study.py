@@ -1,4 +1,4 @@
-"""A lab study: which models are trained on which tasks, and how they are evaluated.
+"""A lab study: which models are trained on which tasks.
 
 A study is a grid of cells, and a cell is one model: a task, an encoding, a size, a scratchpad, a
 learning rate and a seed. It is evaluated by exact match, length by length, within the train lengths
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from farspan.cells import cell_key
@@ -27,22 +25,18 @@ from farspan.lab.custom_tasks import (
 )
 from farspan.lab.encoding_trial import try_encoding
 from farspan.lab.examples import check_lengths
-from farspan.lab.fleet import Fleet, exact_match
 from farspan.lab.fleet_training import FleetPlan
-from farspan.lab.networks import ENCODINGS, OTHER_NAMES, NetworkShape, init_model, network_config
+from farspan.lab.networks import ENCODINGS, OTHER_NAMES, NetworkShape, network_config
 from farspan.lab.rows import padded_width
 from farspan.lab.scratchpad import parse_parts, task_format
-from farspan.lab.task_data import TaskData, count_by_length, encode_examples, longest_row_of
+from farspan.lab.task_data import TaskData, encode_examples, estimate_longest_row
 from farspan.lab.tasks import TASKS, LabTask, Range, find_task
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model.encodings import encoding_class
 from farspan.model.positions import MODEL_WIDE, PER_LAYER
 
-MAX_LENGTH_RATIO = 1.9  # between rows of one fleet, which are all padded to the longest
 RESULT_FORMAT = 6  # version of a cell's result
 MAX_WORDS = 2**15  # token ids are 16-bit integers
-# Encodings whose parameters or tables depend on the lengths of their task.
-BY_LENGTH = ("learned", "fire", "randomized")
 
 
 @dataclass(frozen=True)
@@ -172,7 +166,7 @@ class LabStudy:
         encodings = {f"custom_encodings.{name}": ref for name, ref in self.custom_encodings.items()}
         return tasks | encodings
 
-    @property
+    @cached_property
     def tokenizer(self) -> WordTokenizer:
         """One vocabulary for all tasks of the study: words of its own tasks come last."""
         own = [self.task(name) for name in self.tasks if name in self.custom_tasks]
@@ -263,16 +257,11 @@ def _vocabulary_hash(vocabulary: tuple[str, ...]) -> str:
     return cell_key({"words": vocabulary})
 
 
-# Data.
-
-
-def make_task_data(
-    study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer
-) -> TaskData:
+def make_task_data(study: LabStudy, name: str, scratchpad: str) -> TaskData:
     return TaskData.make(
         study.task(name),
         study.ranges(name),
-        lambda examples: encode_examples(examples, tokenizer),
+        lambda examples: encode_examples(examples, study.tokenizer),
         train_examples=study.train_examples,
         test_examples=study.test_examples,
         seed=study.data_seed,
@@ -282,122 +271,16 @@ def make_task_data(
     )
 
 
-def longest_row(study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer) -> int:
-    """The longest training row in tokens, estimated from examples of the longest length."""
-    return _longest_row(study, name, scratchpad, tokenizer, study.ranges(name)[0])
-
-
-def _longest_row(
-    study: LabStudy, name: str, scratchpad: str, tokenizer: WordTokenizer, lengths: Range
-) -> int:
-    return longest_row_of(study.task(name), lengths, study.data_seed, scratchpad, tokenizer)
+def longest_row(study: LabStudy, task: str, scratchpad: str, lengths: Range | None = None) -> int:
+    """The longest row of these lengths in tokens, estimated; default: those to train on."""
+    if lengths is None:
+        lengths, _ = study.ranges(task)
+    return estimate_longest_row(
+        study.task(task), lengths, study.data_seed, scratchpad, study.tokenizer
+    )
 
 
 def _row_lengths(study: LabStudy, name: str, scratchpad: str) -> tuple[int, int]:
     """The longest training row and the padded width of all rows of a task in tokens, estimated."""
-    train, test = (
-        _longest_row(study, name, scratchpad, study.tokenizer, lengths)
-        for lengths in study.ranges(name)
-    )
+    train, test = (longest_row(study, name, scratchpad, lengths) for lengths in study.ranges(name))
     return train, padded_width(max(train, test))
-
-
-# Models.
-
-
-def make_fleet(
-    study: LabStudy,
-    cells: Sequence[LabCell],
-    data: Sequence[TaskData],
-    tokenizer: WordTokenizer,
-    device: str,
-) -> Fleet:
-    """The untrained models of cells that share a network, initialized by their seeds."""
-    train_length = max(task.train_length for task in data)
-    reach = padded_width(max(task.max_length for task in data))
-    shape = study.sizes[cells[0].size]
-    config = network_config(
-        shape, cells[0].encoding, tokenizer, train_length, reach, study.custom_encodings
-    )
-    models = {}
-    for cell in cells:
-        if cell.seed not in models:
-            models[cell.seed] = init_model(config, cell.seed, study.sizes[cell.size].zero_outputs)
-    return Fleet([models[cell.seed] for cell in cells], device)
-
-
-def group_fleets(
-    study: LabStudy, cells: Iterable[LabCell], tokenizer: WordTokenizer, max_models: int
-) -> list[list[LabCell]]:
-    """Group cells that train together: one network, equal steps, rows of similar length.
-
-    The fleets that take longest come first, so that processes which share them finish together.
-    Learned positions have as many rows as their task needs, so there each task trains separately,
-    and so it does with other encodings that know the train length, or may know it.
-    Dropout masks and random positions are drawn for a whole fleet, so with them every model trains
-    separately.
-    """
-    cells = list(cells)
-    widths = {
-        pair: longest_row(study, *pair, tokenizer)
-        for pair in {(cell.task, cell.scratchpad) for cell in cells}
-    }
-    groups = defaultdict(list)
-    for cell in cells:
-        separate: Any = ()
-        if study.sizes[cell.size].dropout > 0 or _is_random(study, cell.encoding):
-            separate = cell
-        elif cell.encoding in (*BY_LENGTH, *study.custom_encodings):
-            separate = (cell.task, cell.scratchpad)
-        groups[cell.size, cell.encoding, fleet_plan(study, cell), separate].append(cell)
-    fleets: list[list[LabCell]] = []
-    for group in groups.values():
-        group.sort(key=lambda cell: widths[cell.task, cell.scratchpad])
-        narrowest = 0
-        for cell in group:
-            width = widths[cell.task, cell.scratchpad]
-            full = bool(fleets) and len(fleets[-1]) == max_models
-            if cell is group[0] or full or width > MAX_LENGTH_RATIO * narrowest:
-                fleets.append([])
-                narrowest = width
-            fleets[-1].append(cell)
-
-    def cost(fleet: list[LabCell]) -> int:  # a fleet's step takes little longer than a model's
-        longest, shape = fleet[-1], study.sizes[fleet[0].size]
-        width = widths[longest.task, longest.scratchpad]
-        return fleet_plan(study, longest).steps * width * shape.layers * shape.width**2
-
-    return sorted(fleets, key=cost, reverse=True)
-
-
-def _is_random(study: LabStudy, encoding: str) -> bool:
-    cls = encoding_class(encoding, study.custom_encodings)
-    return cls is not None and cls.random
-
-
-# Evaluation.
-
-
-def evaluate_fleet(
-    fleet: Fleet, data: Sequence[TaskData], scales: Sequence[float]
-) -> list[dict[str, Any]]:
-    """The results of each model: [correct, total] by length, in range and beyond."""
-    in_range = exact_match(fleet, [task.held_out for task in data])
-    beyond = exact_match(fleet, [task.beyond for task in data])
-    results: list[dict[str, Any]] = []
-    for task, inside, outside in zip(data, in_range, beyond, strict=True):
-        results.append(
-            {
-                # Half of the held-out examples choose the learning rate, the others are reported.
-                "chosen_by": float(inside[::2].mean()),
-                "in_range": count_by_length(inside[1::2], task.held_out_lengths[1::2]),
-                "beyond": count_by_length(outside, task.beyond_lengths),
-                "scaled": {},
-            }
-        )
-    for scale in scales:
-        with fleet.scaled(scale):
-            scaled = exact_match(fleet, [task.beyond for task in data])
-        for result, task, outside in zip(results, data, scaled, strict=True):
-            result["scaled"][f"{scale:g}"] = count_by_length(outside, task.beyond_lengths)
-    return results

@@ -116,7 +116,7 @@ def encode_examples(examples: Sequence[Example], tokenizer: WordTokenizer) -> Ro
     return Rows.pad(prompts, targets, tokenizer.pad, np.int16)
 
 
-def longest_row_of(
+def estimate_longest_row(
     task: LabTask, lengths: Range, seed: int, scratchpad: str, tokenizer: WordTokenizer
 ) -> int:
     """The longest row in tokens, estimated from examples of the longest length."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from farspan.lab.networks import network_config
-from farspan.lab.study import LabCell, LabStudy, fleet_plan, group_fleets, list_cells, longest_row
-from farspan.lab.tokenizer import WordTokenizer
+from farspan.lab.study import LabCell, LabStudy, fleet_plan, list_cells, longest_row
+from farspan.lab.study_fleets import group_fleets
 from farspan.loading import resolve_device
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.progress import SAID_FROM, Stage, format_duration, with_total
@@ -38,7 +38,7 @@ class LabEstimate(Summarized):
 
 def estimate(study: LabStudy, device: str | None = None) -> ResultList:
     """What each network of a study costs to train."""
-    tokenizer, device = study.tokenizer, resolve_device(device)
+    device = resolve_device(device)
     custom_task_data(study)
     on_gpu = torch.device(device).type == "cuda"
     rate = matmul_flops_per_second(on_gpu, device)
@@ -46,16 +46,14 @@ def estimate(study: LabStudy, device: str | None = None) -> ResultList:
     networks: dict[tuple[str, str], list[list[LabCell]]] = {
         (cell.encoding, cell.size): [] for cell in cells
     }
-    for fleet in group_fleets(study, cells, tokenizer, study.fleet if on_gpu else 1):
+    for fleet in group_fleets(study, cells, study.fleet if on_gpu else 1):
         networks[fleet[0].encoding, fleet[0].size].append(fleet)
-    return ResultList(_estimate(study, tokenizer, fleets, rate) for fleets in networks.values())
+    return ResultList(_estimate(study, fleets, rate) for fleets in networks.values())
 
 
-def _estimate(
-    study: LabStudy, tokenizer: WordTokenizer, fleets: list[list[LabCell]], rate: float
-) -> LabEstimate:
+def _estimate(study: LabStudy, fleets: list[list[LabCell]], rate: float) -> LabEstimate:
     first = fleets[0][0]
-    costs = [_fleet_cost(study, tokenizer, fleet) for fleet in fleets]
+    costs = [_fleet_cost(study, fleet) for fleet in fleets]
     with torch.device("meta"):
         parameters = FarspanForCausalLM(costs[-1].config).num_parameters()
     return LabEstimate(
@@ -78,10 +76,12 @@ class _FleetCost(NamedTuple):
     flops: float
 
 
-def _fleet_cost(study: LabStudy, tokenizer: WordTokenizer, fleet: Sequence[LabCell]) -> _FleetCost:
-    longest = max(longest_row(study, cell.task, cell.scratchpad, tokenizer) for cell in fleet)
+def _fleet_cost(study: LabStudy, fleet: Sequence[LabCell]) -> _FleetCost:
+    longest = max(longest_row(study, cell.task, cell.scratchpad) for cell in fleet)
     shape, encoding = study.sizes[fleet[0].size], fleet[0].encoding
-    config = network_config(shape, encoding, tokenizer, longest, longest, study.custom_encodings)
+    config = network_config(
+        shape, encoding, study.tokenizer, longest, longest, study.custom_encodings
+    )
     plan = fleet_plan(study, fleet[0])
     # Rows of the shortest bucket are about 1/buckets as long as those of the longest.
     per_model = round(plan.steps * plan.batch * longest * (1 + 1 / plan.buckets) / 2)
@@ -94,7 +94,7 @@ def announce(runner: StudyRunner) -> StudyRunner:
     fleets = runner.missing_fleets()
     if not fleets:
         return runner
-    costs = [_fleet_cost(runner.study, runner.tokenizer, fleet).flops for fleet in fleets]
+    costs = [_fleet_cost(runner.study, fleet).flops for fleet in fleets]
     on_gpu = torch.device(runner.device).type == "cuda"
     seconds = sum(costs) / matmul_flops_per_second(on_gpu, runner.device)
     if seconds >= SAID_FROM:

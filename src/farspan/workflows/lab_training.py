@@ -32,15 +32,13 @@ from farspan.lab.ranking import accuracy
 from farspan.lab.study import (
     LabCell,
     LabStudy,
-    TaskData,
     describe_cell,
-    evaluate_fleet,
     fleet_plan,
-    group_fleets,
     list_cells,
-    make_fleet,
     make_task_data,
 )
+from farspan.lab.study_fleets import evaluate_fleet, group_fleets, make_fleet
+from farspan.lab.task_data import TaskData
 from farspan.lab.tokenizer import WordTokenizer
 from farspan.model import FarspanForCausalLM
 from farspan.progress import Progress, Say, ignore, silent
@@ -57,7 +55,7 @@ def cell_keys(study: LabStudy) -> dict[LabCell, str]:
 def custom_task_data(study: LabStudy) -> dict[tuple[str, str], TaskData]:
     """The examples of the study's own tasks, so that a bad one is refused before any training."""
     data = {
-        (task, scratchpad): make_task_data(study, task, scratchpad, study.tokenizer)
+        (task, scratchpad): make_task_data(study, task, scratchpad)
         for task in study.tasks
         if task in study.custom_tasks
         for scratchpad in study.formats(task)
@@ -141,7 +139,7 @@ def make_runner(
     if study.save:
         models = {key: model_folder(out, cell, key) for cell, key in keys.items()}
         cells = _CellsWithModels(out, models, say)
-    return StudyRunner(study, study.tokenizer, device, keys, cells, out, progress, say)
+    return StudyRunner(study, device, keys, cells, out, progress, say)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +147,6 @@ class StudyRunner:
     """Trains and evaluates the fleets of a study."""
 
     study: LabStudy
-    tokenizer: WordTokenizer
     device: str
     keys: dict[LabCell, str]
     cells: Cells
@@ -162,14 +159,14 @@ class StudyRunner:
         """The examples of a cell's task and scratchpad, made once."""
         key = cell.task, cell.scratchpad
         if key not in self.cached_data:
-            self.cached_data[key] = make_task_data(self.study, *key, self.tokenizer)
+            self.cached_data[key] = make_task_data(self.study, *key)
         return self.cached_data[key]
 
     def missing_fleets(self) -> list[list[LabCell]]:
         """The cells without results, grouped into fleets."""
         missing = [cell for cell, key in self.keys.items() if self.cells.get(key) is None]
         on_gpu = torch.device(self.device).type == "cuda"
-        return group_fleets(self.study, missing, self.tokenizer, self.study.fleet if on_gpu else 1)
+        return group_fleets(self.study, missing, self.study.fleet if on_gpu else 1)
 
     @property
     def workers(self) -> int:
@@ -210,7 +207,7 @@ class StudyRunner:
     def _train_fleet(self, todo: dict[str, LabCell]) -> None:
         started, cells = time.perf_counter(), list(todo.values())
         data = [self.task_data(cell) for cell in cells]
-        fleet = make_fleet(self.study, cells, data, self.tokenizer, self.device)
+        fleet = make_fleet(self.study, cells, data, self.device)
         losses = train_fleet(
             fleet,
             [task.train for task in data],
@@ -225,7 +222,7 @@ class StudyRunner:
             if self.study.save:
                 model = fleet.model(index)
                 model.config.max_position_embeddings = data[index].train_length  # its own task's
-                save_model(model, self.tokenizer, model_folder(self.out, cell, key))
+                save_model(model, self.study.tokenizer, model_folder(self.out, cell, key))
             result = scores[index] | self._training_result(fleet, losses[:, index], seconds)
             self.cells.put(key, describe_cell(self.study, cell), result)
 
