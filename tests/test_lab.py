@@ -912,10 +912,13 @@ def test_workers_of_a_killed_run_end(tmp_path):
         stdout=subprocess.DEVNULL,
     )
     claims = tmp_path / "out" / "claims"
-    assert wait_for(lambda: len(list(claims.glob("[0-9a-f]*"))) == 2, 120), "both processes train"
-    (worker,) = spawned_by(parent.pid)
-    parent.kill()
-    parent.wait()
+    try:
+        both = wait_for(lambda: len(list(claims.glob("[0-9a-f]*"))) == 2, 240)
+        assert both, "both processes train"
+        (worker,) = spawned_by(parent.pid)
+    finally:
+        parent.kill()
+        parent.wait()
     assert_ends(worker)
 
 
