@@ -287,7 +287,7 @@ def test_models_in_folders_of_equal_names_stay_distinct(tmp_path, capsys):
         for file in (BUNDLED_MODELS / "nope-twin").glob("tokenizer*"):
             shutil.copy(file, folder)
     comparison = compare_attention(
-        list(map(str, folders)), length=8, windows=1, out=tmp_path / "out"
+        list(map(str, folders)), length=8, windows=1, out=str(tmp_path / "out")
     )
     show_comparison(comparison, as_json=True)
     printed = json.loads(capsys.readouterr().out)

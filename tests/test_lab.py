@@ -554,6 +554,11 @@ def test_theorems_writes_proofs_and_readings(tmp_path):
     assert (tmp_path / "positions" / "theorems.png").exists()
 
 
+def test_theorems_take_the_name_of_a_folder(tmp_path):
+    theorems(length=16, out=str(tmp_path / "proofs"))
+    assert (tmp_path / "proofs" / "record.json").exists()
+
+
 def test_theorems_as_json_have_errors_and_readings(monkeypatch, capsys):
     """Without a model, the theorems alone: positions and distances to rounding."""
     monkeypatch.setattr(sys, "argv", ["farspan", "lab", "theorems", "--length", "16", "--json"])

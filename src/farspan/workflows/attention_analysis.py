@@ -50,7 +50,7 @@ from farspan.workflows.lab import resolve_task
 def compare_attention(
     models: Sequence[str],
     data: str | None = None,
-    out: Path | None = None,
+    out: str | Path | None = None,
     *,
     task: str | None = None,
     lengths: str = "",
@@ -87,7 +87,7 @@ def compare_attention(
         models = [*models, to]
     reference = None if to is None else list(models).index(to)
     if out is not None:
-        check_absent(out)
+        check_absent(Path(out))
     device, data, length = resolve_device(device), data or "python-docs", length or 512
     source: dict[str, Any]
     if task is not None:
@@ -120,7 +120,7 @@ def compare_attention(
             "to": to,
             "device": device,
         }
-        _write_comparison(comparison, out, settings)
+        _write_comparison(comparison, Path(out), settings)
     return comparison
 
 
@@ -278,7 +278,7 @@ def _write_comparison(comparison: AttentionComparison, out: Path, settings: dict
 def theorems(
     models: Sequence[str] = (),
     data: str = "python-docs",
-    out: Path | None = None,
+    out: str | Path | None = None,
     *,
     length: int = 512,
     windows: int = 8,
@@ -297,7 +297,7 @@ def theorems(
     """
     check_choice(bos)
     if out is not None:
-        check_absent(out)
+        check_absent(Path(out))
     device = resolve_device(device)
     for model in models:
         check_source(model, trust_remote_code=trust_remote_code)
@@ -326,7 +326,7 @@ def theorems(
             "bos": bos,
             "device": device,
         }
-        _write_analysis(analysis, out, settings)
+        _write_analysis(analysis, Path(out), settings)
     return analysis
 
 
