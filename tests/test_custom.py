@@ -27,7 +27,7 @@ from farspan.lab import custom_tasks
 from farspan.lab import study as lab_study
 from farspan.lab.custom_tasks import CustomTask, SplitTask, load_custom_task
 from farspan.lab.examples import draw_examples
-from farspan.lab.fleet import Fleet
+from farspan.lab.fleet import Fleet, Rows
 from farspan.lab.networks import network_config
 from farspan.lab.released import read_examples
 from farspan.lab.study import (
@@ -601,6 +601,45 @@ def test_folder_of_splits_is_used_as_it_is(tmp_path):
     assert {example.length for example in shorter.train} == {2, 3}
     result = run(recipe, [], tmp_path / "out").entries[0].results[0]
     assert sum(total for _, total in result["beyond"].values()) == 12
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_lengths_are_as_frequent_as_in_the_files(tmp_path, folder):
+    def rows(word: str, counts: dict[int, int]) -> list[dict]:
+        return [
+            {"input": " ".join([f"{word}{number}"] * length), "target": "a", "length": length}
+            for length, count in counts.items()
+            for number in range(count)
+        ]
+
+    files = {
+        "train": rows("a", {1: 10, 2: 100, 3: 1000}),
+        "validation": rows("b", {1: 1, 2: 10, 3: 100}),
+        "test": rows("a", {4: 20, 5: 60}),
+    }
+    if folder:
+        (tmp_path / "mine").mkdir()
+        for name, lines in files.items():
+            write_lines(tmp_path / "mine" / f"{name}.jsonl", lines)
+    write_lines(tmp_path / "mine.jsonl", files["train"] + files["test"])
+    lengths = 'train_lengths = "1:3"\ntest_lengths = "4:5"'
+    file = f'file = "mine{"" if folder else ".jsonl"}"'
+    recipe = write_recipe(tmp_path, f"[custom_tasks.mine]\n{file}\n{lengths}")
+    size = ["train_examples=2000", "test_examples=2000"]
+    study, even = read_study(recipe, ["even_lengths=false", *size]), read_study(recipe, size)
+
+    def counts(rows: Rows) -> dict[int, int]:  # by length: <begin>, words, <answer>
+        lengths, totals = np.unique(rows.start - 2, return_counts=True)
+        return dict(zip(lengths.tolist(), totals.tolist(), strict=True))
+
+    data = make_task_data(study, "mine", "none", study.tokenizer)
+    trained = {1: 10, 2: 100, 3: 1000} if folder else {1: 9, 2: 90, 3: 900}
+    assert counts(data.train) == trained
+    assert counts(data.held_out) == {1: 1, 2: 10, 3: 100}
+    assert counts(data.beyond) == {4: 20, 5: 60}
+    balanced = make_task_data(even, "mine", "none", even.tokenizer)
+    assert len(set(counts(balanced.train).values())) == 1
+    assert describe_cell(study, list_cells(study)[0]) != describe_cell(even, list_cells(even)[0])
 
 
 # Encodings.

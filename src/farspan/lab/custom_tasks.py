@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from farspan.custom_code import (
 )
 from farspan.errors import FarspanError, first_line
 from farspan.files import sha256_of
-from farspan.lab.examples import Splits, make_splits
+from farspan.lab.examples import Splits, length_weights, make_splits
 from farspan.lab.released import read_examples
 from farspan.lab.tasks import Example, LabTask, Range
 from farspan.lab.tokenizer import SPECIAL_TOKENS, WordTokenizer
@@ -83,6 +84,14 @@ def split_examples(
     if isinstance(task, SplitTask):
         return task.take(train, test, train_n, test_n)
     return make_splits(task, train_n, test_n, seed, train=train, test=test, **options)
+
+
+def train_weights(task: LabTask, examples: Iterable[Example], even: bool) -> dict[int, int]:
+    """How often each length is trained on, relative to the others."""
+    counts = Counter(example.length for example in examples)
+    if isinstance(task, SplitTask) and not even:
+        return dict(counts)
+    return length_weights(task, counts, even)
 
 
 def resolve_file(file: str, folder: Path, key: str, *, trust_remote_code: bool) -> str:
@@ -293,10 +302,11 @@ def _pool_task(
             )
         return pool[rng.integers(len(pool))]
 
-    def count(length: int) -> float:
+    def count(length: int) -> int:
         return len(by_length.get(length, ()))
 
-    return LabTask(name, *ranges, make, count, tuple(sorted(words)), task.length_unit)
+    vocabulary = tuple(sorted(words))
+    return LabTask(name, *ranges, make, count, vocabulary, task.length_unit, frequency=count)
 
 
 def _split_task(name: str, task: CustomTask, files: list[Path]) -> SplitTask:

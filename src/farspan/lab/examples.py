@@ -41,7 +41,8 @@ def draw_examples(
 ) -> list[Example]:
     """n distinct examples in random order, equally many of each length as far as they exist.
 
-    With even_lengths=False, lengths are as frequent as in the released data of Kazemnejad 2023.
+    With even_lengths=False, lengths are as frequent as in the released data of Kazemnejad 2023, or
+    in the files of the user's own task.
     The result depends on the arguments only. If fewer distinct examples exist, all of them are
     returned, with a warning. `scratchpad` is a setting such as "icovr", "input+output" or "full":
     then targets begin with the steps. Examples in `exclude` are not drawn.

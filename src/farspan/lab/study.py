@@ -52,7 +52,7 @@ class LabStudy:
     train_examples: int = 100_000
     test_examples: int = 2_000  # in range, and as many beyond
     data_seed: int = 0
-    even_lengths: bool = True  # or as frequent as in the released data of Kazemnejad 2023
+    even_lengths: bool = True  # or as frequent as in the released data, or in the files of a task
     # By task, where it differs from the task's own range; as 2:20.
     train_lengths: dict[str, str] = field(default_factory=dict)
     test_lengths: dict[str, str] = field(default_factory=dict)
@@ -227,10 +227,12 @@ def fleet_plan(study: LabStudy, cell: LabCell) -> FleetPlan:
 def describe_cell(study: LabStudy, cell: LabCell) -> dict[str, Any]:
     """All that a cell's result depends on, except the precision of the device (bf16 on a GPU)."""
     train, test = study.ranges(cell.task)
-    custom = {}
+    custom: dict[str, Any] = {}
     if cell.task in study.custom_tasks:
         task = study.custom_tasks[cell.task]
         custom["custom_task"] = [custom_task_hash(cell.task, task), task.words]
+        if not (study.even_lengths or is_code(task.file)):  # earlier versions counted nothing
+            custom["lengths"] = "as in the files"
     if cell.encoding in study.custom_encodings:
         reference = study.custom_encodings[cell.encoding]
         key = f"custom_encodings.{cell.encoding}"

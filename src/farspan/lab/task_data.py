@@ -12,8 +12,8 @@ from fractions import Fraction
 import numpy as np
 
 from farspan.errors import FarspanError
-from farspan.lab.custom_tasks import split_examples
-from farspan.lab.examples import draw_examples, length_weights, no_examples
+from farspan.lab.custom_tasks import split_examples, train_weights
+from farspan.lab.examples import draw_examples, no_examples
 from farspan.lab.rows import Rows
 from farspan.lab.tasks import Example, LabTask, Range
 from farspan.lab.tokenizer import WordTokenizer
@@ -72,7 +72,7 @@ class TaskData:
                 f"every example of {task.name} of {test[0]} to {test[1]} {task.length_unit} is "
                 "trained on or held out, so none is left to test; test on longer ones"
             )
-        weights = length_weights(task, {e.length for e in splits.train}, even_lengths)
+        weights = train_weights(task, splits.train, even_lengths)
         return cls(
             encode(balance_lengths(splits.train, weights)),
             encode(splits.held_out),

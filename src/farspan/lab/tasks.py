@@ -41,7 +41,7 @@ class LabTask:
     vocabulary: tuple[str, ...]  # every word that occurs in an input or a target
     length_unit: str  # what its length counts
     group: str = ""  # of GROUPS; "": not in Kazemnejad 2023
-    frequency: Callable[[int], int] = lambda length: 1  # of each length in the released data
+    frequency: Callable[[int], int] = lambda length: 1  # of each length in released data, or files
 
     def ranges(self, train: str = "", test: str = "") -> tuple[Range, Range]:
         """The lengths to train on and to test on, as 2:20; default: those of the task."""
