@@ -594,9 +594,15 @@ def test_folder_of_splits_is_used_as_it_is(tmp_path):
     task = study.task("mine")
     assert isinstance(task, SplitTask)
     assert study.ranges("mine") == ((1, 5), (6, 8))
-    splits = task.take((1, 5), (6, 8), 100, 100)
+    splits = task.take((1, 5), (6, 8), 100, 100, seed=0)
     assert [len(split) for split in splits] == [10, 4, 12], "what is in train is not held out"
-    shorter = task.take((2, 3), (7, 7), 3, 2)
+    few = [task.take((1, 5), (6, 8), 5, 4, seed).beyond for seed in range(8)]
+    assert all(len({example.length for example in beyond}) > 1 for beyond in few), (
+        "files are sorted"
+    )
+    assert len({tuple(beyond) for beyond in few}) == 8
+    assert few[0] == task.take((1, 5), (6, 8), 5, 4, seed=0).beyond
+    shorter = task.take((2, 3), (7, 7), 3, 2, seed=0)
     assert [len(split) for split in shorter] == [3, 2, 2]
     assert {example.length for example in shorter.train} == {2, 3}
     result = run(recipe, [], tmp_path / "out").entries[0].results[0]

@@ -312,7 +312,9 @@ def test_own_task_and_model_with_its_own_encoding_need_trust(
 
 def test_splits_of_a_folder_are_used_as_they_are(tmp_path, tokenizer):
     for number, split in enumerate(("train", "validation", "test")):
-        rows = [{"input": f"{number} {n}", "target": "a", "length": 1 + n % 3 // 2} for n in range(6)]
+        rows = [
+            {"input": f"{number} {n}", "target": "a", "length": 1 + n % 3 // 2} for n in range(6)
+        ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{split}.jsonl").write_text(text)
     task = load_custom_task("mine", CustomTask(str(tmp_path)))

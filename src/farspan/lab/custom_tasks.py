@@ -56,12 +56,14 @@ class SplitTask(LabTask):
 
     splits: Splits = field(kw_only=True)
 
-    def take(self, train: Range, test: Range, train_n: int, test_n: int) -> Splits:
-        """The first examples of these lengths in each split."""
+    def take(self, train: Range, test: Range, train_n: int, test_n: int, seed: int) -> Splits:
+        """Examples of these lengths in each split, in random order: files may be sorted."""
 
         def select(examples: list[Example], lengths: Range, count: int) -> list[Example]:
             low, high = lengths
-            return [example for example in examples if low <= example.length <= high][:count]
+            inside = [example for example in examples if low <= example.length <= high]
+            order = np.random.default_rng((seed, zlib.crc32(self.name.encode())))
+            return [inside[index] for index in order.permutation(len(inside))[:count]]
 
         return Splits(
             select(self.splits.train, train, train_n),
@@ -82,7 +84,7 @@ def split_examples(
 ) -> Splits:
     """The splits of a task: its own, or drawn ones. `options` are those of `make_splits`."""
     if isinstance(task, SplitTask):
-        return task.take(train, test, train_n, test_n)
+        return task.take(train, test, train_n, test_n, seed)
     return make_splits(task, train_n, test_n, seed, train=train, test=test, **options)
 
 
@@ -113,7 +115,9 @@ def custom_task_hash(name: str, task: CustomTask) -> str:
     if is_code(task.file):
         hashes = [source_hash(task.file, _key(name)), task.file.rpartition(":")[2]]
     else:
-        hashes = [_file_hash(file, *_version(file)) for file in _data_files(name, task)]
+        files = _data_files(name, task)
+        hashes = [_file_hash(file, *_version(file)) for file in files]
+        hashes += ["shuffled"] * (len(files) > 1)  # earlier versions took the first examples
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
