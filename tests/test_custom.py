@@ -821,11 +821,14 @@ def test_bad_encodings_are_refused_before_training(tmp_path, message):
 
 
 def test_encoding_that_says_that_it_draws_is_tried(tmp_path):
-    """It may draw in training, and its places may depend on the number of tokens."""
+    """It may draw in training; in a test, nothing may depend on the number of tokens."""
     code = EMBED.replace("    def", "    random = True\n    def")
-    code += "return x + (torch.rand_like(x) if self.training else x.shape[1] / 100)"
-    more = own_encoding(tmp_path, code, "Mine")
-    assert read_study(write_recipe(tmp_path, more, ("copy",), ("mine",)), **TRUST)
+    code += "return x + (torch.rand_like(x) if self.training else 0.1 * p[..., None])"
+    recipe = write_recipe(tmp_path, own_encoding(tmp_path, code, "Mine"), ("copy",), ("mine",))
+    assert read_study(recipe, **TRUST)
+    (tmp_path / "mine.py").write_text(code.replace("0.1 * p[..., None]", "x.shape[1] / 100"))
+    with pytest.raises(FarspanError, match="gives tokens other logits when more tokens follow"):
+        read_study(recipe, **TRUST)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -186,14 +186,17 @@ def test_randomized_places_are_sorted_distinct_and_cover_the_range():
     assert drawn.double().mean() == pytest.approx(1023.5, abs=40)
 
 
-def test_randomized_evaluation_depends_on_the_number_of_tokens_only():
-    encoding, slots = Randomized(config("none")).eval(), torch.arange(9)[None]
-    first, again = (encoding.embed(torch.zeros(1, 9, 32), slots) for _ in range(2))
-    assert torch.equal(first, again)
-    longer = encoding.embed(torch.zeros(1, 10, 32), torch.arange(10)[None])
-    assert not torch.equal(first, longer[:, :9])
+def test_randomized_evaluation_has_fixed_places_up_to_the_table():
+    encoding = Randomized(config("none", position_table=30)).eval()
+
+    def evaluated(count: int) -> torch.Tensor:
+        return encoding.embed(torch.zeros(1, count, 32), torch.arange(count)[None])
+
+    assert torch.equal(evaluated(9), evaluated(30)[:, :9]), "padding, or later tokens"
+    assert torch.equal(evaluated(31), evaluated(31))
+    assert not torch.equal(evaluated(30), evaluated(31)[:, :30])
     with pytest.raises(FarspanError, match="randomized positions have 2,048 places, and the text"):
-        encoding.embed(torch.zeros(1, 2049, 32), torch.arange(2049)[None])
+        evaluated(2049)
 
 
 # The model.

@@ -316,9 +316,21 @@ def test_buckets_hold_every_row_once_and_pad_little():
     }
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_exact_match_equals_greedy_decoding(count):
-    fleet = Fleet(models(count, network("alibi", eos_token_id=None)))
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_logits_do_not_depend_on_padding_behind_or_on_other_rows(encoding):
+    fleet = Fleet(models(2, network(encoding, position_table=80)))
+    fleet.network.eval()
+    ids = torch.randint(1, VOCABULARY, (2, 3, 80))
+    padded = ids.clone()
+    padded[:, :, 20:] = 0
+    unpadded = fleet.logits(ids[:, :1, :20])
+    for batch in (ids, padded):
+        assert (fleet.logits(batch)[:, :1, :20] - unpadded).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize(("encoding", "count"), [("alibi", 1), ("alibi", 2), ("randomized", 1)])
+def test_exact_match_equals_greedy_decoding(encoding, count):
+    fleet = Fleet(models(count, network(encoding, eos_token_id=None)))
     data = []
     for number in range(count):
         prompts = rows(5, number)
@@ -341,8 +353,9 @@ def test_exact_match_equals_greedy_decoding(count):
         assert correct.tolist() == [True] * 5 + [False] * 5
 
 
-def test_exact_match_does_not_depend_on_batch_size(monkeypatch):
-    fleet = Fleet(models(2, network("rotary")))
+@pytest.mark.parametrize("encoding", ["rotary", "randomized"])
+def test_exact_match_does_not_depend_on_batch_size(monkeypatch, encoding):
+    fleet = Fleet(models(2, network(encoding)))
     data = [rows(13, 0), rows(9, 1)]
     first = torch.arange(4)
     for number, examples in enumerate(data):

@@ -200,7 +200,9 @@ class Randomized(Encoding):
     """Sinusoidal positions at n of N places, drawn anew for every training batch (Ruoss 2023).
 
     A model that has seen places from the whole range during training meets no new one in a longer
-    text. A text of n tokens is evaluated at places that depend on n alone.
+    text. Texts are evaluated at a fixed draw of places, one for each row of `position_table`: where
+    a token is depends neither on padding nor on later tokens, so teacher forcing and greedy
+    decoding agree. A longer text has a draw of its own, by its number of tokens.
     """
 
     PLACES = 2048
@@ -208,7 +210,8 @@ class Randomized(Encoding):
 
     def __init__(self, config):
         super().__init__(config)
-        self.waves, self.places = Sinusoidal(), max(self.PLACES, 4 * config.position_table)
+        self.waves, self.table = Sinusoidal(), config.position_table
+        self.places = max(self.PLACES, 4 * self.table)
 
     def embed(self, x, positions):
         count = x.shape[1]
@@ -220,7 +223,8 @@ class Randomized(Encoding):
         if self.training:
             drawn = torch.rand(self.places, device=x.device).topk(count).indices.sort().values
         else:
-            drawn = torch.from_numpy(_fixed_places(count, self.places)).to(x.device)
+            fixed = _fixed_places(max(count, self.table), self.places)
+            drawn = torch.from_numpy(fixed).to(x.device)
         return self.waves.embed(x, drawn[positions])
 
 
