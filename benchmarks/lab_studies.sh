@@ -73,7 +73,7 @@ for step in $STEPS; do
     for task in ${TASKS:-all}; do
         if [ "$task" = all ]; then train "$step"; else train "$step" "tasks=[\"$task\"]"; fi
     done
-    if [ -d "$out/$step/cells" ]; then report "$step"; fi
+    if compgen -G "$out/$step/cells/*.json" > /dev/null; then report "$step"; fi
     if [ "$step" = attention ] && [ "$stopped" = 0 ]; then distance; fi
 done
 exit "$stopped"
