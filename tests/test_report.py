@@ -503,6 +503,12 @@ def test_growing_scales_are_plotted_at_their_final_value():
         [SimpleNamespace(**{**vars(diagnosis), "scales": level})]
     )
 
+    # A layer may have fewer heads than the table has columns.
+    wider = Scales((0,), torch.ones(1, 5), torch.nn.functional.pad(slope, (0, 2)), "log", 32)
+    wide = SimpleNamespace(**{**vars(diagnosis), "scales": wider})
+    (panel,) = diagnosis_figures([wide])["scale_against_entropy"].axes
+    assert np.allclose(panel.collections[0].get_offsets(), points.get_offsets())
+
 
 def test_loss_at_a_position_is_the_same_everywhere(capsys):
     """In benchmarks/heldout.py, a study and a diagnosis: the mean over the quarter before it."""

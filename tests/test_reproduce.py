@@ -521,6 +521,28 @@ def test_a_cell_says_how_long_its_fit_and_its_measurement_took(tiny, monkeypatch
     assert heads_table(earlier) == (header[:-1], [row[:-1] for row in rows])
 
 
+def test_scales_of_layers_with_unequal_heads_are_those_of_their_heads():
+    """The table is as wide as the widest layer; layer 1 has two heads of its own."""
+    cell = {
+        "model": "m",
+        "method": "headscale",
+        "factor": 2,
+        "train_length": 32,
+        "target": 64,
+        "positions": [32.0, 64.0],
+        "entropy": [1.0, 2.0],
+        "loss_knee": None,
+        "entropy_knee": None,
+        "scales": [[1.1, 1.2, 1.3, 1.4], [1.2, 1.4, 9.0, 9.0]],
+        "patch": {"scales": {"layers": [0, 1]}},
+        "entropy_of_heads": {"0": [4.0, 3.0, 2.0, 1.0], "1": [2.0, 1.0]},
+    }
+    header, (row,) = heads_table([cell])
+    values = dict(zip(header, row, strict=True))
+    assert values["λ̂"] == "1.27 (1.10–1.40)"
+    assert values["rank correlation"] == "-1.00"
+
+
 def test_the_start_that_cells_share_counts_in_the_time_of_each(tiny, monkeypatch):
     clock = [0.0]
 

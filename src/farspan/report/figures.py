@@ -172,6 +172,7 @@ def scale_against_entropy(diagnosis: Diagnosis) -> Figure:
         values = _scales_at_end(diagnosis)
         for axes, layer, row in zip(panels, scales.layers, values, strict=False):
             entropy = curves.heads[layer][:, last].mean(1)
+            row = row[: len(entropy)]  # the table is as wide as the widest layer
             r = np.corrcoef(entropy, row)[0, 1] if np.ptp(row) > 0 else np.nan
             axes.scatter(entropy, row, s=18, color=COLORS[0], alpha=0.85, lw=0)
             axes.set_title(f"layer {layer}   r = {r:.2f}", loc="left", fontsize=9)

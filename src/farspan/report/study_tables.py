@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,10 +125,10 @@ def heads_table(cells: Sequence[Cell]) -> Table:
     for names, group in _grouped(cells):
         target = max(group[0]["target"], group[0]["train_length"])
         entropy = [mean_at(cell, cell["entropy"], target) for cell in group]
-        tables = [np.array(cell["scales"]) for cell in group if "scales" in cell]
-        scales = f"{np.mean(tables):.2f}" if tables else ""
-        if tables and np.ptp(tables) > 0:
-            scales += f" ({np.min(tables):.2f}–{np.max(tables):.2f})"
+        table = [value for cell in group for row, _ in _heads_by_layer(cell) for value in row]
+        scales = f"{np.mean(table):.2f}" if table else ""
+        if table and np.ptp(table) > 0:
+            scales += f" ({np.min(table):.2f}–{np.max(table):.2f})"
         knees = [_knee([cell[key] for cell in group]) for key in ("loss_knee", "entropy_knee")]
         mean_entropy = f"{np.mean(entropy):.2f}{_spread(entropy)}"
         rows.append(
@@ -287,10 +287,21 @@ def _rank_correlation(group: list[Cell]) -> str:
 
     Layers whose heads all have the same λ̂ or entropy are left out.
     """
-    correlations = []
-    for cell in group:
-        for row, scales in enumerate(cell.get("scales", [])):
-            entropies = cell["entropy_of_heads"][str(cell["patch"]["scales"]["layers"][row])]
-            if np.ptp(scales) > 0 and np.ptp(entropies) > 0:
-                correlations.append(spearmanr(scales, entropies).statistic)
+    correlations = [
+        spearmanr(scales, entropies).statistic
+        for cell in group
+        for scales, entropies in _heads_by_layer(cell)
+        if np.ptp(scales) > 0 and np.ptp(entropies) > 0
+    ]
     return f"{np.mean(correlations):.2f}" if correlations else ""
+
+
+def _heads_by_layer(cell: Cell) -> Iterator[tuple[Sequence[float], Sequence[float]]]:
+    """λ̂ and entropy of the heads of each scaled layer.
+
+    The table of λ̂ is as wide as the widest layer; a layer with fewer heads uses the first columns.
+    """
+    if "scales" in cell:
+        for layer, row in zip(cell["patch"]["scales"]["layers"], cell["scales"], strict=True):
+            entropies = cell["entropy_of_heads"][str(layer)]
+            yield row[: len(entropies)], entropies
