@@ -968,7 +968,8 @@ def error_of(capsys, monkeypatch, *arguments: str) -> str:
         (["run", "lab-tiny", 'tasks=["sorting"]', 'scratchpads=["iv"]'], "has no variables part"),
         (["run", "lab-tiny", "seeds=[]"], "seeds is empty"),
         (["run", "lab-tiny", "seeds=[0, 0]"], "seeds has duplicates: [0, 0]"),
-        (["run", "lab-tiny", "seeds=[-1]"], "seed -1 is below 0"),
+        (["run", "lab-tiny", "seeds=[-1]"], "seeds names -1; choose seeds from 0 to"),
+        (["run", "lab-tiny", f"seeds=[{2**63}]"], f"choose seeds from 0 to {2**63 - 1}"),
         (["run", "lab-tiny", "scales=[-1.0]"], "scale -1 is not above 0"),
         (["run", "lab-tiny", "fleet=0"], "fleet is 0; set it to 1 or more"),
         (

@@ -329,12 +329,19 @@ def test_splits_of_a_folder_are_used_as_they_are(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("train_examples", 1), ("test_examples", 2), ("steps", 1), ("batch", 1), ("seed", 0)],
+    [("train_examples", 1), ("test_examples", 2), ("steps", 1), ("batch", 1)],
 )
 def test_numbers_are_taken_from_the_least_one_on(name, least):
     assert getattr(replace(CONFIG, **{name: least}), name) == least
     with pytest.raises(FarspanError, match=f"{name} is {least - 1}; set it to {least} or more"):
         replace(CONFIG, **{name: least - 1})
+
+
+def test_seeds_are_those_that_training_can_use():
+    replace(CONFIG, seed=2**20 - 1)
+    for seed in (-1, 2**20, 20261118):
+        with pytest.raises(FarspanError, match=f"seed is {seed}; choose it from 0 to 1048575"):
+            replace(CONFIG, seed=seed)
 
 
 def test_ranges_need_one_length_of_the_released_data():

@@ -57,10 +57,12 @@ class FinetuneConfig:
     task_sha256: str = ""  # of a recipe's own task
 
     def __post_init__(self):
-        minima = {"train_examples": 1, "test_examples": 2, "steps": 1, "batch": 1, "seed": 0}
+        minima = {"train_examples": 1, "test_examples": 2, "steps": 1, "batch": 1}
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
                 raise FarspanError(f"{name} is {getattr(self, name)}; set it to {minimum} or more")
+        if not 0 <= self.seed < 2**20:
+            raise FarspanError(f"seed is {self.seed}; choose it from 0 to {2**20 - 1}")
         if not 0 < self.lr < math.inf:
             raise FarspanError(f"lr is {self.lr:g}; choose a learning rate above 0")
         self.optimization()

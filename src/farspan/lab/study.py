@@ -86,8 +86,9 @@ class LabStudy:
                 raise FarspanError(f"{name} has duplicates: {list(values)}; list each value once")
 
     def _check_numbers(self) -> None:
-        if min(self.seeds) < 0:
-            raise FarspanError(f"seed {min(self.seeds)} is below 0; choose seeds from 0 on")
+        for seed in self.seeds:
+            if not 0 <= seed < 2**63:
+                raise FarspanError(f"seeds names {seed}; choose seeds from 0 to {2**63 - 1}")
         if min(self.scales, default=1.0) <= 0:
             raise FarspanError(f"scale {min(self.scales):g} is not above 0; choose scales near 1")
         minima = {"train_examples": 1, "test_examples": 2, "fleet": 1, "processes": 1}
