@@ -425,6 +425,8 @@ def test_recovers_the_law_of_the_best_scale():
     positions = np.arange(64, 4096, 64.0)
     best = 1 + 0.35 * np.log(np.maximum(positions / 512, 1))
     assert fit_log(positions, best, 512) == pytest.approx((0.35, 1.0))
+    for equal in (1.2, 2.6):  # as if the grid ended there; their mean has a rounding error
+        assert fit_log(positions, np.full(len(positions), equal), 512)[1] is None
     model = BY_NAME["farspan-none"].build()
     grid = full_grid(model, job_for(model), torch.randint(VOCABULARY, (2, 64)), 0.95, 1.05, bins=8)
     assert grid.loss.shape == (11, 8)
@@ -435,7 +437,7 @@ def test_recovers_the_law_of_the_best_scale():
 def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkeypatch):
     """A loss that is lowest at 1 + 0.4·ln(i / L), measured over 8 train lengths."""
     model = BY_NAME["farspan-none"].build()
-    advanced, installed, length = {}, [], 8 * LENGTH
+    advanced, installed, length, overflow = {}, [], 8 * LENGTH, math.inf
 
     def progress(label, total):
         return lambda count, note: advanced.setdefault((label, total), []).append(count)
@@ -446,6 +448,8 @@ def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkey
         return 1 + 0.4 * np.log(np.maximum(positions / LENGTH, 1))
 
     def loss(model, windows):
+        if installed[-1] > overflow:
+            return torch.full((length - 1,), math.nan)
         return torch.from_numpy((installed[-1] - law(np.arange(1.0, length))) ** 2)
 
     monkeypatch.setattr(
@@ -463,6 +467,11 @@ def test_the_best_scale_by_position_is_the_one_with_the_lowest_loss_there(monkey
     several = full_grid(model, job, torch.zeros(3, length), 0.9, 2.0, bins=32)
     assert several.slope == pytest.approx(grid.slope)
     assert several.interval == pytest.approx((grid.slope, grid.slope)), "windows that agree"
+    overflow = 1.905
+    assert full_grid(model, job, torch.zeros(3, length), 0.9, 2.0, bins=32).best.tolist() == (
+        several.best.tolist()
+    ), "a loss that is no number is not the lowest"
+    assert several.best.max() < overflow
 
 
 def test_the_interval_of_the_law_draws_every_window():

@@ -37,6 +37,7 @@ from farspan.report.figures import best_scales, method_losses
 from farspan.report.study_tables import (
     benchmark_table,
     heads_table,
+    law_table,
     loss_table,
     mean_at,
     paired_table,
@@ -48,6 +49,7 @@ from farspan.workflows import extend_estimate, reproduce_benchmarks, reproduce_c
 from farspan.workflows import reproduce as reproduce_workflow
 from farspan.workflows.reproduce import (
     _describe,
+    _result_line,
     _search_defaults,
     _settings,
     reproduce,
@@ -579,6 +581,30 @@ def test_best_scales_are_stored_and_drawn_by_position_in_train_lengths(finished_
     assert dots.get_ydata() == pytest.approx(grid["best"])
     assert law.get_ydata() == pytest.approx(1 + 0.5 * np.log(np.array(law.get_xdata())))
     assert (min(law.get_xdata()), max(law.get_xdata())) == pytest.approx((34 / 32, 254 / 32))
+
+
+def test_best_scales_on_the_edge_of_the_grid_are_noted():
+    """Eight positions of 8 train lengths; the first, within the train length, has no part."""
+    grid = {
+        "model": "m",
+        "checkpoint": "model",
+        "slope": 0.3,
+        "interval": None,
+        "r2": 0.5,
+        "values": [0.8, 0.9, 1.0],
+        "positions": [16.0 + 32 * number for number in range(8)],
+        "best": [0.8, *[0.9] * 7],
+    }
+    inside = law_table([grid])
+    assert inside[0][-1] == "R²"
+    clipped = {**grid, "best": [0.8, 0.9, 0.9, *[1.0] * 5], "r2": None}
+    header, rows = law_table([grid, clipped])
+    assert [row[-2:] for row in rows] == [["0.500", ""], ["none", "5 of 7"]]
+    assert header[-1] == "on the edge of the grid"
+    line = _result_line(clipped)
+    assert line.endswith("ln s; 5 of 7 are on the edge of the grid: widen grid_low or grid_high")
+    assert _result_line(grid).endswith("R² 0.5000")
+    assert "R²" not in best_scales([clipped]).axes[0].get_legend().get_texts()[0].get_text()
 
 
 def test_settings_that_came_later_leave_the_keys_of_cells_alone():

@@ -41,7 +41,7 @@ class ScaleGrid:
     best: np.ndarray  # [bins]
     slope: float  # a of 1 + a·ln(i / L), fitted over L … 8L
     interval: tuple[float, float] | None  # 95%, of the slope; None for a single window
-    r2: float
+    r2: float | None  # None if every best λ̂ is the same
 
 
 def full_grid(
@@ -59,7 +59,7 @@ def full_grid(
     length = windows.shape[1]
     positions = (np.arange(bins) + 0.5) * length / bins
     loss = losses.mean(1)
-    best = values[loss.argmin(0)]
+    best = values[_lowest(loss)]
     slope, r2 = fit_log(positions, best, job.train_length)
     interval = slope_interval(slope, values, losses, positions, job.train_length)
     return ScaleGrid(values, loss, positions, best, slope, interval, r2)
@@ -73,14 +73,22 @@ def _losses_by_bin(model: PreTrainedModel, windows: Tensor, bins: int) -> np.nda
     )
 
 
-def fit_log(positions: np.ndarray, best: np.ndarray, length: int) -> tuple[float, float]:
-    """a of best = 1 + a·ln(i / L) over L ≤ i ≤ 8L by least squares, and R²."""
+def _lowest(loss: np.ndarray) -> np.ndarray:
+    """The index of the lowest loss at each position; a loss that is no number is the highest."""
+    return np.where(np.isnan(loss), np.inf, loss).argmin(0)
+
+
+def fit_log(positions: np.ndarray, best: np.ndarray, length: int) -> tuple[float, float | None]:
+    """a of best = 1 + a·ln(i / L) over L ≤ i ≤ 8L by least squares, and R².
+
+    The variance of equal values is 0, or a rounding error: they have no R²."""
     x, fitted = _log_positions(positions, length)
     y = best[fitted] - 1
     slope = float(x @ y / (x @ x))
+    if not np.ptp(y):
+        return slope, None
     residuals = y - slope * x
-    variance = float(((y - y.mean()) ** 2).sum())
-    return slope, 1 - float(residuals @ residuals) / variance if variance else 1.0
+    return slope, 1 - float(residuals @ residuals) / float(((y - y.mean()) ** 2).sum())
 
 
 def slope_interval(
@@ -105,7 +113,7 @@ def slope_interval(
     slopes = []
     for _ in range(draws):
         drawn = losses[:, rng.integers(0, count, count)][..., fitted].mean(1)
-        slopes.append(x @ (values[drawn.argmin(0)] - 1) / (x @ x))
+        slopes.append(x @ (values[_lowest(drawn)] - 1) / (x @ x))
     return bootstrap_interval(slope, np.array(slopes), count)
 
 

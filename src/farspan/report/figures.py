@@ -336,7 +336,8 @@ def best_scales(grids: Sequence[dict[str, Any]]) -> Figure:
             # Positions are bin centers over eight train lengths.
             s = 8 * positions / (positions[-1] + positions[0])
             beyond = s >= 1
-            fit = f"1 + {grid['slope']:.3f}·ln s, R² {grid['r2']:.3f}"
+            fit = f"1 + {grid['slope']:.3f}·ln s"
+            fit += "" if grid["r2"] is None else f", R² {grid['r2']:.3f}"
             label = f"{grid['model']}, {grid['checkpoint']}: {fit}"
             axes.plot(s, grid["best"], "o", ms=3.5, color=color, alpha=0.7, mew=0)
             law = 1 + grid["slope"] * np.log(s[beyond])

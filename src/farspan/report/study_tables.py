@@ -221,19 +221,32 @@ def _scores(group: Sequence[Cell], evaluation: str, metric: str) -> list[Cell]:
 
 
 def law_table(grids: Sequence[dict[str, Any]]) -> Table:
-    """The slopes of Wang 2024, Figure 7."""
+    """The slopes of Wang 2024, Figure 7; and how many best λ̂ may lie beyond the grid, if any."""
+    edges = [at_edge(grid) for grid in grids]
     rows = []
-    for grid in grids:
+    for grid, edge in zip(grids, edges, strict=True):
         rows.append(
             [
                 grid["model"],
                 grid["checkpoint"],
                 f"{grid['slope']:.3f}",
                 "–".join(f"{bound:.3f}" for bound in grid["interval"] or ()) or "one window",
-                f"{grid['r2']:.3f}",
+                "none" if grid["r2"] is None else f"{grid['r2']:.3f}",
+                *[edge] * any(edges),
             ]
         )
-    return ["model", "checkpoint", "slope", "95% interval", "R²"], rows
+    header = ["model", "checkpoint", "slope", "95% interval", "R²"]
+    return [*header, *["on the edge of the grid"] * any(edges)], rows
+
+
+def at_edge(grid: dict[str, Any]) -> str:
+    """How many best λ̂ beyond the train length are the first or the last of the grid: "3 of 56".
+
+    The law is fitted to these positions, and a wider grid may have others."""
+    positions, best = np.array(grid["positions"]), np.array(grid["best"])
+    beyond = best[8 * positions >= positions[0] + positions[-1]]  # bin centers over 8 train lengths
+    count = int(np.isin(beyond, (grid["values"][0], grid["values"][-1])).sum())
+    return f"{count} of {len(beyond)}" if count else ""
 
 
 def summary_line(cell: Cell) -> str:

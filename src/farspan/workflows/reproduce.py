@@ -44,7 +44,7 @@ from farspan.progress import (
 )
 from farspan.recipe import results_folder, to_toml
 from farspan.report.figures import Figure, best_scales, method_losses, passkey_heatmap
-from farspan.report.study_tables import passkey_scores, study_report, summary_line
+from farspan.report.study_tables import at_edge, passkey_scores, study_report, summary_line
 from farspan.report.style import save
 from farspan.summaries import ResultList, draw
 from farspan.workflows.pretrain import pretrain, read_recipe
@@ -274,9 +274,11 @@ def _write_report(
 
 def _result_line(result: Result) -> str:
     if "checkpoint" in result:  # a grid
+        r2, edge = result["r2"], at_edge(result)
         return (
-            f"{result['model']} {result['checkpoint']}: "
-            f"best λ̂ = 1 + {result['slope']:.3f}·ln s, R² {result['r2']:.4f}"
+            f"{result['model']} {result['checkpoint']}: best λ̂ = 1 + {result['slope']:.3f}·ln s"
+            + ("" if r2 is None else f", R² {r2:.4f}")
+            + (f"; {edge} are on the edge of the grid: widen grid_low or grid_high" if edge else "")
         )
     return summary_line(result)
 

@@ -95,6 +95,9 @@ def measure_grid(
         key: np.asarray(getattr(grid, key)).round(4).tolist()
         for key in ("values", "loss", "positions", "best")
     }
+    tables["loss"] = [  # JSON has no NaN
+        [value if np.isfinite(value) else None for value in row] for row in tables["loss"]
+    ]
     interval = None if grid.interval is None else list(grid.interval)
     trend = {"slope": grid.slope, "interval": interval, "r2": grid.r2}
     return {**asdict(cell), **trend, **tables}
