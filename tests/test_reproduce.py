@@ -623,6 +623,22 @@ def test_settings_that_came_later_leave_the_keys_of_cells_alone():
     assert _settings(changed, 2)["extension"]["swan"]["long"] == 0.5
 
 
+def test_factors_need_no_other_change_to_a_bundled_study(tmp_path):
+    """The study names a share for 8 times, which is used if that is measured."""
+    assert read_study("extend-small", ["factors=[4]"]).beyond == {}
+    assert read_study("extend-small", ["factors=[8]"]).beyond == {"8": 1.125}
+    assert read_study("extend-small", ["factors=[4]", "beyond.4=1.5"]).beyond == {"4": 1.5}
+    (tmp_path / "my.toml").write_text('base = "extend-small"\nfactors = [2]\n')
+    assert read_study(str(tmp_path / "my.toml")).beyond == {}
+    (tmp_path / "own.toml").write_text('base = "my.toml"\n[beyond]\n4 = 1.5\n')
+    assert read_study(str(tmp_path / "own.toml"), ["factors=[4]"]).beyond == {"4": 1.5}
+    with pytest.raises(FarspanError, match="beyond names 4, which is no target"):
+        read_study(str(tmp_path / "own.toml"))
+    for written in ("beyond.8=1.125", 'beyond."8"=1.5', "beyond={8=1.125}"):
+        with pytest.raises(FarspanError, match="beyond names 8, which is no target"):
+            read_study("extend-small", ["factors=[4]", written])
+
+
 def test_search_windows_reach_beyond_the_target_by_factor(tiny, monkeypatch):
     """Wang 2024 searches on 18K for 16K, and up to the target elsewhere."""
     study = read_study("extend-small")

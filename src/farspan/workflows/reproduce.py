@@ -98,7 +98,7 @@ def reproduce(
         run the same study in the same folder: each takes cells that nobody has claimed.
 
     >>> texts = ["folder=texts", "search=a.txt", "choose=b.txt", 'report=["c.txt"]']
-    >>> models = ['methods={nope-twin=["none"]}', "grids=[]", "factors=[2]", "beyond={}"]
+    >>> models = ['methods={nope-twin=["none"]}', "grids=[]", "factors=[2]"]
     >>> size = ["report_factor=2", "report_windows=1", "passkeys=1"]
     >>> farspan.reproduce("extend-small", [*texts, *models, *size], "runs/small")[0]["method"]
     'none'

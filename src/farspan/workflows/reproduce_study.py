@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from farspan.bundled import is_bundled
 from farspan.errors import FarspanError, suggest
@@ -13,6 +14,7 @@ from farspan.methods.extend_config import ExtendConfig
 from farspan.methods.registry import METHOD_SETTINGS, METHODS, TRAINED_METHODS
 from farspan.methods.rules import check_combination, check_unused_settings
 from farspan.methods.uniform import STEP
+from farspan.progress import ignore
 from farspan.recipe import apply_overrides, load_recipe
 from farspan.train.checkpoint import checkpoint_name
 from farspan.train.corpus import data_folder
@@ -153,7 +155,28 @@ class ReproduceStudy:
 
 
 def read_study(study: str, overrides: Sequence[str] = ()) -> ReproduceStudy:
-    return load_recipe(ReproduceStudy, study, overrides, recipe_dir=RECIPE_DIR)
+    """A study by name or file, with `key=value` overrides.
+
+    What a bundled study names in `beyond` is ignored for factors that are not measured.
+
+    >>> read_study("extend-small", ["factors=[4]"]).beyond
+    {}
+    """
+    keys = [text.partition("=")[0].strip() for text in overrides]
+    own = {key.removeprefix("beyond.").strip("'\"") for key in keys if key.startswith("beyond.")}
+    bundled: set[str] = set()
+
+    def ignore_unmeasured(document: dict[str, Any], folder: Path) -> None:
+        beyond, factors = document.get("beyond"), document.get("factors")
+        if isinstance(beyond, dict):
+            measured = set(map(str, factors)) if isinstance(factors, list) else set()
+            for factor in bundled - own - measured:
+                beyond.pop(factor, None)
+            # A file comes before its base, and the whole study last.
+            (bundled if folder == RECIPE_DIR else own).update(beyond)
+
+    prepare = ignore if "beyond" in keys else ignore_unmeasured
+    return load_recipe(ReproduceStudy, study, overrides, recipe_dir=RECIPE_DIR, prepare=prepare)
 
 
 def text_name(file: str) -> str:
