@@ -638,12 +638,12 @@ def test_lengths_are_as_frequent_as_in_the_files(tmp_path, folder):
         lengths, totals = np.unique(rows.start - 2, return_counts=True)
         return dict(zip(lengths.tolist(), totals.tolist(), strict=True))
 
-    data = make_task_data(study, "mine", "none", study.tokenizer)
+    data = make_task_data(study, "mine", "none")
     trained = {1: 10, 2: 100, 3: 1000} if folder else {1: 9, 2: 90, 3: 900}
     assert counts(data.train) == trained
     assert counts(data.held_out) == {1: 1, 2: 10, 3: 100}
     assert counts(data.beyond) == {4: 20, 5: 60}
-    balanced = make_task_data(even, "mine", "none", even.tokenizer)
+    balanced = make_task_data(even, "mine", "none")
     assert len(set(counts(balanced.train).values())) == 1
     assert describe_cell(study, list_cells(study)[0]) != describe_cell(even, list_cells(even)[0])
 
