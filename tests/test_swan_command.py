@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import model_facts, seam
+from farspan.attention.layout import Layout
+from farspan.attention.layout_change import set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.attention.rope import set_rope
 from farspan.bundled import resolve_bundled
@@ -46,6 +48,7 @@ from swan_models import (
     QUICK,
     SETTINGS,
     TARGET,
+    WINDOW,
     assert_unchanged,
     build,
     job_for,
@@ -159,19 +162,47 @@ def test_bad_requests_raise_one_sentence_and_write_nothing(tmp_path, method, ove
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rotation_that_follows_the_length_is_refused_before_anything_is_read():
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+LONGROPE |= {"rope_type": "longrope", "original_max_position_embeddings": LENGTH}
+
+
+@pytest.mark.parametrize(("rope", "way_out"), [(DYNAMIC, "ntk or set .*"), (LONGROPE, "ntk")])
+def test_a_rotation_that_follows_the_length_is_refused_before_anything_is_read(rope, way_out):
+    """It does so in windows, too, whatever rotation the global layers keep."""
     model = build("llama")
-    set_rope(model, DYNAMIC)
+    set_rope(model, rope)
     check = partial(rules.check_compatible, ["swan"], probe(model), model.config, "it")
-    message = r"the rotation of it changes with the length .* \(dynamic\).*; set swan.rotation=none"
-    with pytest.raises(FarspanError, match=message):
-        check(ExtendConfig())
-    assert not check(ExtendConfig(swan=SwanConfig(rotation="none")))
+    kind = rope["rope_type"]
+    message = rf"the rotation of it changes with the length .* \({kind}\), also in windows.* use "
+    for rotation in swan_module.ROTATIONS:
+        with pytest.raises(FarspanError, match=f"{message}{way_out}$"):
+            check(ExtendConfig(swan=SwanConfig(rotation=rotation)))
+    assert not check(ExtendConfig(swan=SwanConfig(rotation="none", global_share=1)))
     started = []
     job = job_for(model, progress=lambda label, steps: started.append(label))
-    with pytest.raises(FarspanError, match="set swan.rotation=none"):
-        swan(model, job, replace(SETTINGS, rotation="fast"), QUICK)
+    for rotation in swan_module.ROTATIONS:
+        with pytest.raises(FarspanError, match="changes with the length of the text"):
+            swan(model, job, replace(SETTINGS, rotation=rotation), QUICK)
     assert not started
+
+
+@torch.no_grad()
+def test_windowed_layers_see_the_length_by_a_dynamic_rotation_and_not_by_the_default():
+    """Why swan refuses it, and that the way out which the refusal names is one."""
+    model = build("llama")
+    limit = model.config.max_position_embeddings
+    ids, inside, apart = tokens(4 * limit, batch=1), [], []
+    for rope in ({"rope_type": "default"}, DYNAMIC):
+        set_rope(model, {"rope_theta": 10_000.0, **rope})
+        inside.append(model(ids[:, :limit], use_cache=False).logits)
+        set_layout(model, Layout.parse([f"rope/{WINDOW}"] * 4))
+        reach = 4 * WINDOW
+        ends = [model(text, use_cache=False).logits[:, -1] for text in (ids, ids[:, -reach:])]
+        apart.append((ends[0] - ends[1]).abs().max())
+        seam.remove_layout(model)
+    assert torch.equal(*inside)
+    assert apart[0] < 1e-3
+    assert apart[1] > 0.1
 
 
 def test_micro_batches_that_do_not_divide_the_batch_are_refused_before_anything_is_read():

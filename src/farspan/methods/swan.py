@@ -376,11 +376,15 @@ def check_layers(
             f"{name} has this layout already: its layers that see all keys have no positions, and "
             "the others see a window; use uniform, headscale or headlog"
         )
-    rotates = any(layer.position == "rope" for layer in seeing_all)
-    if scaling in LENGTH_DEPENDENT and rotates and config.rotation == "fast":
+    rotates = any(layer.position == "rope" for layer in layers)
+    all_lose_it = config.rotation == "none" and _global_count(layers, config) == len(layers)
+    if scaling in LENGTH_DEPENDENT and rotates and not all_lose_it:
+        same = " or set its rope_type to default, which is the same up to max_position_embeddings"
         raise FarspanError(
-            f"the rotation of {name} changes with the length of the text ({scaling}), so no "
-            "dimension of its global layers has one period; set swan.rotation=none"
+            f"the rotation of {name} changes with the length of the text ({scaling}), also in "
+            "windows, which would turn in ways that were not distilled; use ntk"
+            + same
+            * (scaling == "dynamic")
         )
     if config.max_period and config.rotation == "none":
         raise FarspanError(
