@@ -28,8 +28,11 @@ from farspan.errors import FarspanError, ProofError
 from farspan.formats import layout as layout_format
 from farspan.formats.fold import logits
 from farspan.formats.registry import ExportJob
+from farspan.methods.swan import swan
+from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.workflows import export as export_workflow
+from swan_models import EVEN, job_for
 
 LENGTH, WINDOW, TARGET = 40, 5, 1024
 SWAN = [f"rope/{WINDOW}", "none", f"rope/{WINDOW}", "none"]
@@ -57,6 +60,7 @@ EXTRA = {
     "smollm3-theta": lambda: hf.SmolLM3Config(
         **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}
     ),
+    "smollm3-nope-first": lambda: hf.SmolLM3Config(**SHAPE, no_rope_layers=[0, 1, 1, 1]),
     "farspan-unscaled": lambda: FarspanConfig(**SHAPE, position="rope", base_scale=1.0),
     "farspan-none-quarter": lambda: FarspanConfig(**SHAPE, position="none", rotary_fraction=0.25),
     "farspan-theta": lambda: FarspanConfig(
@@ -172,6 +176,23 @@ def test_stock_equals_live_with_left_padding(name: str, exported):
         for model in (live, stock)
     )
     assert (padded - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.long
+def test_swan_adds_no_rotation_to_a_mixture_of_layers_so_it_has_a_stock_form(tmp_path):
+    """A layer without positions gets a window, and the config still has one rope for all layers."""
+    model = build("smollm3-nope-first")
+    model.save_pretrained(tmp_path / "base")
+    job, tuning = job_for(model, name=str(tmp_path / "base")), TuningConfig(steps=1, batch=2)
+    patch = swan(model, job, EVEN, tuning)
+    entries = ["none/8", "rope/8", "rope/8", "none"]
+    assert [*patch.layout.to_json().values()] == entries
+    patch.save(tmp_path / "patch")
+    done = farspan.export(tmp_path / "patch", tmp_path / "stock", "stock")
+    assert all(proof.holds for proof in done.proofs.values())
+    stock = AutoModelForCausalLM.from_pretrained(done.folder)
+    assert stock.config.no_rope_layers == [0, 1, 1, 0]
+    assert stock.config.rope_parameters["rope_theta"] == 2_000_000.0
 
 
 @pytest.mark.parametrize("name", SMOLLM3)

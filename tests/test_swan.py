@@ -100,7 +100,9 @@ def test_swan_lowers_the_kl_and_restores_the_model(name, fitted_logits):
     assert_unchanged(model, before)
     layers = patch.layout.layers
     assert len(patch.layout.global_layers) == count
-    assert set(layers.values()) == ({WINDOWED, GLOBAL} if complete else {GLOBAL})
+    mixed = {own[index].position for index in layers} == {"rope", "none"}
+    windowed = {LayerLayout(False, WINDOW), WINDOWED} if mixed else {WINDOWED}
+    assert set(layers.values()) == ({GLOBAL, *windowed} if complete else {GLOBAL})
     patched = patch.apply(build(name))
     assert torch.allclose(logits_of(patched), fitted_logits[0], atol=1e-4)
     for layer in probe(patched):
@@ -110,6 +112,22 @@ def test_swan_lowers_the_kl_and_restores_the_model(name, fitted_logits):
     untrained = kl_from_base(replace(patch, weights=None), name, job.search)
     assert untrained > 0.05
     assert kl_from_base(patch, name, job.search) < 0.99 * untrained
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "layout"),
+    [
+        ("smollm3", (1,), ["rope/8", "none", "rope/8", "none/8"]),
+        ("farspan-hybrid", (3,), ["rope/8", "rope/8", "rope/8", "none"]),
+        ("farspan-none", (3,), ["rope/8", "rope/8", "rope/8", "none"]),
+    ],
+)
+def test_windows_add_rotation_only_where_no_layer_rotates(name, chosen, layout, monkeypatch):
+    monkeypatch.setattr(swan_module, "even_layers", lambda *_: chosen)
+    model = build(name)
+    job = job_for(model)
+    result = swan_module._choose_layout(model, model, job, EVEN)
+    assert [*result.to_json().values()] == layout
 
 
 @pytest.mark.long

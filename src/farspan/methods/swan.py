@@ -340,12 +340,14 @@ def _choose_layout(
             f"{window} keys costs retrieval most there, up to {dearest:.3f} nats a token, and at "
             f"most {others:.3f} in any other layer"
         )
+    # Among rotary layers, layers without positions stay so: rotation would be new to them.
+    unrotated = {"none"} if any(layer.position == "rope" for layer in layers) else set()
     return Layout(
         {
             layer.index: (
                 config.global_layout(layer, job.train_length)
                 if layer.index in chosen
-                else LayerLayout(True, window)
+                else LayerLayout(layer.position not in unrotated, window)
             )
             for layer in layers
         }
