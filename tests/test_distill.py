@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from families import VOCABULARY, tokens
+from farspan.data.windows import prepend
 from farspan.methods.distill import DistillModule, cast_weights, make_teacher
 from farspan.model.loss import mean_kl, token_kl, token_losses
 from swan_models import (
@@ -83,24 +84,29 @@ def test_mean_kl_adds_the_weighted_cross_entropy_of_tokens():
     assert without.item() == pytest.approx(mean_kl(student, teacher, ids).item(), rel=1e-6)
 
 
-def test_the_weight_of_answers_does_not_depend_on_the_micro_batch():
+@pytest.mark.parametrize("begin", [0, 1])
+def test_the_weight_of_answers_does_not_depend_on_the_micro_batch(begin):
     """The mean over four windows, of which two have answers, as long as they were or cut."""
     student, teacher = student_and_teacher("llama")
     ids = torch.randint(3, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(3))
     answers = torch.zeros_like(ids)
     answers[1, 13:15] = answers[3, 13:24] = 1
     batch = torch.stack((ids, answers * answers.sum(1, keepdim=True)))
-    module = DistillModule(student, teacher, answers=0.5, length=24)
-    for width in (24, 12, 7):  # of 24 tokens, the last 21 make three windows of 7
-        kept = 24 // width * width
-        windows, marks = (part[:, -kept:].reshape(-1, width) for part in (ids, answers))
+    module = DistillModule(student, teacher, 0.5, 24, begin)
+    for width in (24, 12, 7, 3):  # without begin, the last 21 of 24 tokens make three windows of 7
+        size = width - begin
+        kept = (24 - begin) // size * size
+        windows, marks, counts = (
+            prepend(part[:, -kept:].reshape(-1, size), [front] * begin)
+            for part, front in ((ids, 1), (answers, 0), (batch[1], 0))
+        )
         asked = F.cross_entropy(
             student(windows).logits[:, :-1].mT, windows[:, 1:], reduction="none"
         )
         by_window = (asked * marks[:, 1:]).view(4, -1).sum(1) / answers.sum(1).clamp(min=1)
         expected = plain_kl(student, teacher, windows).mean() + 0.5 * by_window.mean()
         for rows in (4, 2, 1):
-            parts = batch[..., -kept:].reshape(2, -1, width).split(rows, dim=1)
+            parts = torch.stack((windows, counts)).split(rows * (kept // size), dim=1)
             loss = torch.stack([module(part) for part in parts]).mean()
             assert loss.item() == pytest.approx(expected.item(), rel=1e-6), (width, rows)
     with pytest.raises(ValueError, match="the length of a window"):

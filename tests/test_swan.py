@@ -17,6 +17,7 @@ from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.data import recall
+from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.methods import job as job_module
 from farspan.methods import swan as swan_module
@@ -348,14 +349,14 @@ def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
     whole = [torch.arange(72).reshape(2, 36) + 100 * number for number in range(4)]
 
     def cut(share: float, seed: int = 0) -> list[list[torch.Tensor]]:
-        batches = swan_module._with_short_windows(lambda step: whole, seed, share, 16)
+        batches = swan_module._with_short_windows(lambda step: whole, seed, share, 16, 0)
         return [batches(step) for step in range(100)]
 
     for ids, expected in zip(cut(1.0)[0], whole, strict=True):
         assert torch.equal(ids.reshape(2, 2, 16).flatten(1), expected[:, -32:]), "with its answers"
     assert all(ids is expected for ids, expected in zip(cut(0.0)[0], whole, strict=True))
     pairs = [torch.stack((ids, ids + 1)) for ids in whole]  # tokens, and the mask of answers
-    (ids, marks), *_ = swan_module._with_short_windows(lambda step: pairs, 0, 1.0, 16)(0)
+    (ids, marks), *_ = swan_module._with_short_windows(lambda step: pairs, 0, 1.0, 16, 0)(0)
     assert torch.equal(ids, cut(1.0)[0][0])
     assert torch.equal(marks, ids + 1)
     first, again, other = (
@@ -364,6 +365,38 @@ def test_a_share_of_the_micro_batches_is_cut_into_short_windows():
     assert sum(first) == pytest.approx(100, abs=30)
     assert first == again, "a resumed run cuts the same ones"
     assert first != other
+
+
+def test_short_windows_begin_as_the_whole_ones_do():
+    """Each of them with the begin-of-text token, where no answer stands."""
+    text = torch.arange(3, 3 + 2 * 31).reshape(2, 31)
+    answers = torch.zeros_like(text)
+    answers[:, -3:] = 3
+    rows, counts = prepend(text, [1]), prepend(answers, [0])
+    whole = torch.stack((rows, counts))
+    cut = swan_module._with_short_windows(lambda step: [whole, rows], 0, 1.0, 8, 1)
+    both, ids = cut(0)
+    assert torch.equal(both[0], ids)
+    assert both.shape == (2, 8, 8), "four windows of each"
+    assert both[:, :, 0].tolist() == [[1] * 8, [0] * 8]
+    assert torch.equal(ids[:, 1:].reshape(2, 28), text[:, 3:]), "the end, which has the answers"
+    assert torch.equal(both[1, :, 1:].reshape(2, 28), answers[:, 3:])
+
+
+def test_short_windows_of_a_model_with_begin_of_text_have_it(monkeypatch):
+    seen = []
+    model, forward = BY_NAME["llama"].build(), swan_module.DistillModule.forward
+    monkeypatch.setattr(
+        swan_module.DistillModule,
+        "forward",
+        lambda self, batch: seen.append((batch, self.begin)) or forward(self, batch),
+    )
+    job = job_for(model, search=prepend(tokens(TARGET - 1, batch=8), [1]), begin=(1,))
+    swan(model, job, replace(EVEN, short=1.0), replace(QUICK, steps=1))
+    assert [begin for _, begin in seen] == [1, 1]
+    for batch, _ in seen:
+        assert batch.shape == (2 * 4, WINDOW)
+        assert (batch[:, 0] == 1).all()
 
 
 @pytest.mark.long
@@ -390,7 +423,7 @@ def test_answers_of_facts_reach_the_loss(monkeypatch):
         lambda self, *args: weights.append(args[2:]) or init(self, *args),
     )
     swan(model, replace(job, begin=(1,)), config, QUICK)
-    assert weights == [(0.2, plan.length)], "of the half of the windows that has facts"
+    assert weights == [(0.2, plan.length, 1)], "of the half of the windows that has facts"
     for ids, answers in batches:
         assert ids.shape == answers.shape
         assert (ids[:, 0] == 1).all()

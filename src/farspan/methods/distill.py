@@ -36,23 +36,31 @@ class DistillModule(nn.Module):
         know, in the mean over all windows. Batches are then [2, B, T]: tokens, and the counts of
         FitJob.batches. A mean over windows does not depend on micro batches or processes.
     length: of a window when its answers were counted; it may have been cut since.
+    begin: the tokens in front of every window, also of one that was cut out of another.
     The teacher is no submodule, so it is neither trained nor saved nor distributed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, teacher: PreTrainedModel, answers: float, length: int = 0
+        self,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel,
+        answers: float,
+        length: int = 0,
+        begin: int = 0,
     ):
         super().__init__()
         if answers and not length:
             raise ValueError("the weight of answers depends on the length of a window; give it")
-        self.model, self.answers, self.length = model, answers, length
+        self.model, self.answers, self.length, self.begin = model, answers, length, begin
         self._teacher = (teacher,)
 
     def forward(self, batch: Tensor) -> Tensor:
         ids, counts = batch if self.answers else (batch, None)
         weights = None
         if counts is not None:
-            kept = self.length // ids.shape[1] * ids.shape[1]  # of a window that was cut
+            size = ids.shape[1]
+            parts = (self.length - self.begin) // (size - self.begin)  # 1 unless it was cut
+            kept = parts * size
             # Without answers: infinity, which is replaced.
             weights = torch.where(counts > 0, self.answers * kept / counts, 0.0)
         budget = GPU_BUDGET if ids.is_cuda else BUDGET

@@ -433,7 +433,13 @@ def _distill(
     by_kl, answer_weight = config.loss == "kl", config.answer_weight
     training = WeightTraining(
         # Windows without answers count in its mean, so that the weight is that of the others.
-        DistillModule(model, teacher, answer_weight and answer_weight / config.facts, plan.length)
+        DistillModule(
+            model,
+            teacher,
+            answer_weight and answer_weight / config.facts,
+            plan.length,
+            len(job.begin),
+        )
         if by_kl
         else LossModule(model),
         _with_short_windows(
@@ -447,6 +453,7 @@ def _distill(
             job.seed,
             config.short,
             min(plan.length, config.window_for(job.train_length)),
+            len(job.begin),
         ),
         tokens=plan.batch * plan.length,
         steps=plan.steps,
@@ -470,16 +477,19 @@ def _distill(
 
 
 def _with_short_windows(
-    batches: Callable[[int], list[Tensor]], seed: int, share: float, length: int
+    batches: Callable[[int], list[Tensor]], seed: int, share: float, length: int, begin: int
 ) -> Callable[[int], list[Tensor]]:
-    """Cut a share of the micro batches into windows of `length` tokens.
+    """Cut a share of the micro batches into windows of `length` tokens, each with the `begin`
+    tokens that stand in front of the whole one.
 
     Short prompts depend on the first positions of a window, which few tokens of long windows are.
     """
 
     def cut(ids: Tensor) -> Tensor:
-        count = ids.shape[-1] // length  # answers stand at the end
-        return ids[..., -count * length :].reshape(*ids.shape[:-2], -1, length)
+        front, text, size = ids[..., None, :begin], ids[..., begin:], length - begin
+        count = text.shape[-1] // size  # answers stand at the end
+        rows = text[..., -count * size :].unflatten(-1, (count, size))
+        return torch.cat((front.expand(*rows.shape[:-1], -1), rows), -1).flatten(-3, -2)
 
     def batches_of_step(step: int) -> list[Tensor]:
         rng = np.random.default_rng((seed, 2, step))
