@@ -44,7 +44,7 @@ from farspan.lengths import parse_length, parse_lengths
 from farspan.loading import LoadedModel, load_tokenizer
 from farspan.methods import presets
 from farspan.model_objects import ModelObject
-from farspan.progress import Stage, bars, shows_progress, with_total
+from farspan.progress import Stage, bars, by_step, shows_progress, with_total
 from farspan.recipe import results_folder
 from farspan.report.comparison import ComparedScore
 from farspan.report.lab_figures import Panel
@@ -764,6 +764,28 @@ def test_the_total_says_what_is_left_and_jumps_over_saved_work(monkeypatch):
     assert notes[-1] == "about 0 seconds left"
     progress("not a stage", 1)()
     assert sum(counts) == pytest.approx(100)
+
+
+def test_steps_of_an_earlier_run_are_done_and_took_no_time(monkeypatch):
+    now, notes, counts = [0.0], [], []
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+
+    def record(label, steps):
+        def advance(count=1, note=""):
+            if label == "total":
+                notes.append(note)
+            else:
+                counts.append(count)
+
+        return advance
+
+    progress = with_total(record, [Stage("first", 60.0, 60), Stage("last", 40.0)])
+    advance_to = by_step(progress("first", 60))
+    for step in (51, 52):
+        now[0] += 1.0
+        advance_to(step, "a loss")
+    assert counts == [50, 1, 1]
+    assert notes[-1] == "about 48 seconds left"
 
 
 @pytest.fixture

@@ -474,8 +474,10 @@ def test_a_search_killed_before_or_after_its_plateau_ends_in_the_same_bits(tmp_p
     killed = job_for(model, folder=tmp_path, progress=stop, details={})
     with pytest.raises(KeyboardInterrupt):
         headlog(model, killed, search)
-    again = replace(killed, progress=job.progress)
+    steps = []
+    again = replace(killed, progress=lambda *_: lambda count=1, note="": steps.append(count))
     resumed = headlog(model, again, search)
+    assert sum(steps) == details_of(job)["steps"], "of both runs"
     assert torch.equal(uninterrupted.scales.base, resumed.scales.base)
     assert torch.equal(uninterrupted.scales.slope, resumed.scales.slope)
     assert details_of(again) == details_of(job)

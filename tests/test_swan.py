@@ -681,7 +681,10 @@ def test_a_killed_run_resumes_to_the_same_bits(rank, shares, tmp_path):
     checkpoints = sorted(path.name for path in tmp_path.glob("distill/checkpoints/step-*"))
     assert checkpoints[-1] == "step-0000004"
     torch.manual_seed(99)  # another process
+    steps = []
+    options["progress"] = lambda *_: lambda count=1, note="": steps.append((count, note[:4]))
     resumed = swan(model, job_for(model, folder=tmp_path, **options), config, tuning)
+    assert steps == [(4, "resu"), (1, "loss"), (1, "loss")]
     assert resumed.layout == uninterrupted.layout
     assert set(resumed.weights) == set(uninterrupted.weights)
     for name, weight in uninterrupted.weights.items():

@@ -23,6 +23,7 @@ NOTEBOOK_WIDTH = 110  # characters
 TIMED = 1.0  # seconds of steps from which a pace is known
 SAID_FROM = 5.0  # seconds; shorter work is not worth a sentence
 LEFT = " left"  # the end of a note that says the remaining time
+RESUMED = "resumed"  # the note of steps that an earlier run took, at no time in this one
 
 _displays: list[_Display] = []  # open now
 
@@ -257,6 +258,20 @@ def with_total(
     return kind(advance, progress, stages).bar
 
 
+def by_step(advance: Callable[..., None]) -> Callable[[int, str], None]:
+    """Advance a bar to each step of a run that reports all of them, resumed or not."""
+    done = 0
+
+    def advance_to(step: int, note: str) -> None:
+        nonlocal done
+        if step > done + 1:
+            advance(step - 1 - done, RESUMED)
+        advance(1, note)
+        done = step
+
+    return advance_to
+
+
 class _Total:
     def __init__(self, advance: Callable[..., None], progress: Progress, stages: Sequence[Stage]):
         self.advance, self.progress, self.stages = advance, progress, stages
@@ -282,7 +297,8 @@ class _Total:
             advance(count, note)
             before = self.done
             end = min(before + count * share, begin + stage.seconds)
-            self.worked += max(0.0, end - before)
+            if note != RESUMED:
+                self.worked += max(0.0, end - before)
             self._move(end)
 
         return advance_both

@@ -40,6 +40,7 @@ from farspan.methods.uniform import uniform
 from farspan.model.compile import MIN_COMPILED_SIZE, compiled_layers, prefer_cudnn
 from farspan.model.loss import last_losses, mean_loss, token_losses
 from farspan.model.recompute import recomputed_activations
+from farspan.progress import by_step
 from farspan.train.loop import StepMetrics, TrainPlan, TrainResult, train
 from farspan.train.optim import OptimizerConfig, store_base_rates
 from farspan.train.sharding import data_parallel, processes
@@ -326,12 +327,13 @@ def optimize_scales(
         margin=loss_margin(answers),
     )
     advance = job.progress(f"{method} lr {lr:g}", plan.steps)
+    advance_to = by_step(advance)
 
     def on_step(metrics: StepMetrics) -> None:
         table = scaled.base.detach()
         extremes = f"λ̂ {table.min():.2f}–{table.max():.2f}, mean {table.mean():.2f}"
         chosen = f", on the choose split {validations[-1]:.4f}" if validations else ""
-        advance(1, f"loss {metrics.loss:.4f}{chosen}, {extremes}")
+        advance_to(metrics.step, f"loss {metrics.loss:.4f}{chosen}, {extremes}")
 
     with seam.scaled(model, scaled.scales):
         if model.device.type == "cuda" and model.dtype == torch.float32:

@@ -18,6 +18,7 @@ from farspan.errors import FarspanError
 from farspan.methods.job import FitJob, default_micro_batch, shared_batch
 from farspan.model.compile import compiled_layers, prefer_cudnn
 from farspan.model.loss import BUDGET, GPU_BUDGET, training_loss
+from farspan.progress import by_step
 from farspan.train.loop import StepMetrics, TrainPlan, train
 from farspan.train.optim import OptimizerConfig, make_optimizers
 from farspan.train.sharding import data_parallel
@@ -130,10 +131,10 @@ def train_weights(
             log_every=1,
             margin=training.margin,
         )
-        advance = job.progress(name, training.steps)
+        advance_to = by_step(job.progress(name, training.steps))
 
         def on_step(metrics: StepMetrics) -> None:
-            advance(1, _step_note(metrics))
+            advance_to(metrics.step, _step_note(metrics))
 
         try:
             with job.checkpoint_dir(name) as folder:
