@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from families import SHAPE, VOCABULARY
+from families import SHAPE, VOCABULARY, tokens
 from farspan.attention.probe import probe
 from farspan.errors import FarspanError
 from farspan.methods import layer_costs
@@ -22,8 +22,10 @@ from farspan.model.loss import token_losses
 from swan_models import (
     BY_NAME,
     EVEN,
+    LENGTH,
     QUICK,
     SETTINGS,
+    TARGET,
     WINDOW,
     assert_unchanged,
     job_for,
@@ -112,6 +114,22 @@ def native_costs(model, positions: list[str], ids: torch.Tensor):
     native = FarspanForCausalLM(FarspanConfig(**{**SHAPE, "position": positions})).eval()
     native.load_state_dict(model.state_dict())
     return plain_kl(native, model, ids)[:, :-1], token_losses(native, ids)
+
+
+def test_the_retrieval_loss_is_measured_one_row_at_a_time(monkeypatch):
+    """All rows of a long train length do not fit in memory, and one does if it was trained on."""
+    model, rows = BY_NAME["llama"].build(), []
+    job = job_for(model, choose=tokens(TARGET, batch=3))
+    ids, known = layer_costs.rows_with_repeats(job.choose[:, :LENGTH], job.seed, LENGTH // 4)
+    expected = token_losses(model, ids)[known[:, 1:]].mean().item()
+
+    def watched(model, ids):
+        rows.append(len(ids))
+        return token_losses(model, ids)
+
+    monkeypatch.setattr(layer_costs, "token_losses", watched)
+    assert layer_costs.retrieval_loss(model, job) == pytest.approx(expected, abs=1e-5)
+    assert rows == [1, 1, 1]
 
 
 def costs_of(*retrieval: float, kl: tuple[float, ...] | None = None) -> list[LayerCost]:

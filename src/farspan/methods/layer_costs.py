@@ -73,7 +73,8 @@ def retrieval_loss(model: PreTrainedModel, job: FitJob) -> float:
     """The loss of tokens that stand twice in the choose split, inside the train length."""
     length = job.train_length
     ids, known = rows_with_repeats(job.choose[:, :length], job.seed, length // 4)
-    losses = token_losses(model, ids.to(model.device)).cpu()
+    # Training holds fewer tokens at once than all rows have.
+    losses = torch.cat([token_losses(model, row[None].to(model.device)).cpu() for row in ids])
     return losses[known[:, 1:]].mean().item()
 
 
