@@ -424,6 +424,36 @@ def test_auto_goes_on_without_swan_if_that_fails(monkeypatch, error):
     assert notes[0] == "auto left out swan, which failed: training diverged"
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("CUDA out of memory", 1), ("CUDA out of memory", 2), ("shapes cannot be multiplied", 1)],
+)
+def test_auto_goes_on_without_swan_if_memory_is_too_small_for_it(monkeypatch, text, count):
+    """Other errors of torch are of the program, and end the command; and so does one process of
+    several, for which the others wait."""
+    monkeypatch.setattr(auto, "processes", lambda: SimpleNamespace(num_processes=count))
+    loss_module = tuning_module.LossModule
+
+    def fail(self, batch):
+        raise torch.OutOfMemoryError(text) if "memory" in text else RuntimeError(text)
+
+    monkeypatch.setattr(loss_module, "forward", fail)
+    monkeypatch.setattr(auto, "candidate_methods", lambda *_: ["ntk", "swan"])
+    model = build("llama")
+    before = snapshot(model)
+    settings = replace(EVEN, loss="cross-entropy")
+    config = ExtendConfig(swan=settings, tuning=QUICK)
+    fit = partial(auto.fit_best, model, probe(model), job_for(model), config)
+    if "memory" not in text or count > 1:
+        with pytest.raises(RuntimeError, match=text):
+            fit()
+        return
+    patch, notes = fit()
+    assert patch.method == "ntk"
+    assert notes[0].startswith("auto left out swan, which ran out of memory; try ")
+    assert_unchanged(model, before)
+
+
 @pytest.mark.parametrize(("lost", "chosen"), [(auto.MAX_LOST, "swan"), (0.2, "ntk")])
 def test_auto_rejects_swan_if_it_loses_retrieval(monkeypatch, lost, chosen):
     model = build("llama")

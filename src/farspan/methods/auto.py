@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +16,7 @@ from farspan.attention.layout import LENGTH_DEPENDENT
 from farspan.attention.layout_change import set_layout
 from farspan.attention.patch import Patch
 from farspan.attention.probe import Layer
+from farspan.batching import out_of_memory
 from farspan.device_map import is_placed
 from farspan.errors import FarspanError
 from farspan.loading import is_quantized
@@ -24,6 +26,7 @@ from farspan.methods.layer_costs import retrieval_loss
 from farspan.methods.registry import METHODS
 from farspan.methods.rope import existing_rope_scaling, rope_override
 from farspan.methods.tuning import weights_override
+from farspan.train.sharding import processes
 
 SWAN_FACTOR = 4  # auto tries swan for targets beyond this multiple of the train length
 MAX_LOST = 0.1  # nats a repeated token that auto lets swan lose inside the train length
@@ -89,6 +92,16 @@ def fit_best(
             if name != "swan" or error.exit_code != FarspanError.exit_code:
                 raise
             notes.append(f"auto left out swan, which failed: {error}")
+        except RuntimeError as error:
+            single = processes().num_processes == 1  # others would wait for its gradients
+            if name != "swan" or not out_of_memory(error) or not single:
+                raise
+            notes.append(
+                "auto left out swan, which ran out of memory; try tuning.rank=64, which trains "
+                "fewer weights, or shorter windows (swan.length)"
+            )
+        if name == "swan" and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # here an error is gone, and with it what its frames kept
         if name == "uniform" and config.search.steps and not config.search.init:
             # The searches of Wang 2024 start from it.
             scales = patches[name].scales
