@@ -22,6 +22,7 @@ from farspan.attention import seam
 from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
+from farspan.begin_of_text import load_with_begin_of_text
 from farspan.data.documents import read_documents
 from farspan.data.windows import cut_windows
 from farspan.evals.passkey import passkey_accuracy
@@ -53,13 +54,21 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     patch = Patch.load(args.patch)
-    base, tokenizer = farspan.load(patch.name, dtype=dtype, device=device)
-    model, _ = farspan.load(args.patch, dtype=dtype, device=device)
+    if args.shortest and args.shortest > patch.train_length:
+        parser.error(
+            f"--shortest is {args.shortest}, and the base is measured up to its train length of "
+            f"{patch.train_length}; choose that or less"
+        )
+    base = farspan.load(patch.name, dtype=dtype, device=device).model
+    model, tokenizer, begin = load_with_begin_of_text(args.patch, dtype=dtype, device=device)
+    for note in begin.notes:
+        print(note)
+    args.begin = len(begin.ids)
     contexts = doublings(args.shortest or patch.train_length // 8, args.longest)
     args.scored = args.scored or min(512, contexts[0] // 2)
     inside = [context for context in contexts if context <= patch.train_length]
     cut = [
-        cut_windows(read_documents(text), tokenizer, args.longest, args.windows)
+        cut_windows(read_documents(text), tokenizer, args.longest, args.windows, begin=begin.ids)
         for text in args.text
     ]
     windows = torch.cat([each.ids for each in cut])
@@ -102,7 +111,7 @@ def measure(
     contexts: list[int],
     args: argparse.Namespace,
 ) -> tuple[dict[int, list[float]], dict[str, float]]:
-    losses = losses_by_context(model, windows, contexts, args.scored)
+    losses = losses_by_context(model, windows, contexts, args.scored, args.begin)
     passkeys = {
         str(context): passkey_accuracy(model, tokenizer, context, keys=args.keys, batch=10)
         for context in contexts

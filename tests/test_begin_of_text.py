@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import farspan
 from farspan import begin_of_text as rule
+from farspan.attention.layout import Layout
 from farspan.attention.patch import Patch, fingerprint
 from farspan.bundled import BUNDLED_MODELS
 from farspan.data.documents import Document
@@ -202,6 +205,52 @@ def test_shorter_contexts_keep_the_token(checkpoint):
     short = torch.cat((rows[:, :1], rows[:, -7:]), 1)
     assert by_context[8][0] == pytest.approx(float(token_losses(model, short)[0, -4:].mean()))
     assert by_context[24][0] == pytest.approx(float(token_losses(model, rows)[0, -4:].mean()))
+
+
+@pytest.fixture
+def judge(checkpoint, tmp_path, monkeypatch):
+    """Runs benchmarks/conversion.py on a patch of the checkpoint; returns its losses."""
+    (tmp_path / "text.txt").write_text("one two three four five six " * 60)
+    script = Path(__file__).parent.parent / "benchmarks" / "conversion.py"
+
+    def run(begin_of_text: bool | None, *options: str) -> dict[str, dict[str, list[float]]]:
+        patch = Patch(
+            "swan",
+            fingerprint(farspan.load(checkpoint).model),
+            64,
+            32,
+            name=str(checkpoint),
+            layout=Layout.parse(["rope/8", "none"]),
+            begin_of_text=begin_of_text,
+        )
+        patch.save(tmp_path / "patch")
+        words = [tmp_path / "patch", "--text", tmp_path / "text.txt", "--longest", 64, "--keys", 0]
+        words += ["--shortest", 16, "--windows", 2, "--out", tmp_path / "out.json", *options]
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
+        runpy.run_path(str(script), run_name="__main__")
+        return json.loads((tmp_path / "out.json").read_text())["losses"]
+
+    return run
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_conversion_is_judged_on_texts_that_begin_as_it_expects(judge, checkpoint, begins):
+    model, tokenizer, begin = decide(checkpoint, bos="yes" if begins else "no")
+    documents = [Document("a", "one two three four five six " * 60)]
+    windows = cut_windows(documents, tokenizer, 64, 2, begin=begin.ids).ids
+    losses = judge(begins)
+    assert [*losses["patch"]] == ["16", "32", "64"]
+    for context in (16, 32):
+        rows = torch.cat((windows[:, :begins], windows[:, begins - context :]), 1)
+        expected = token_losses(model, rows)[:, -8:].mean(1)
+        assert losses["base"][str(context)] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_conversion_is_judged_from_lengths_that_its_base_was_trained_on(judge, capsys):
+    with pytest.raises(SystemExit) as caught:
+        judge(None, "--shortest", "64")
+    assert caught.value.code == 2
+    assert "--shortest is 64, and the base is measured up to its" in capsys.readouterr().err
 
 
 def perplexity(mode: str, begin: tuple[int, ...]) -> Perplexity:
