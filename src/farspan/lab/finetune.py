@@ -155,7 +155,7 @@ def finetune_model(
     """Train all weights in float32 on the answers of the rows, or resume the run in the folder."""
     model.float().train()
     task = TrainingTask(
-        data_parallel(AnswerLoss(model)),
+        data_parallel(AnswerLoss(model), model),
         dict(model.named_parameters()),
         make_optimizers(model, config.optimization()),
         lambda step: [draw_batch(rows, config, step).to(model.device)],

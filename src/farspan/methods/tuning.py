@@ -115,7 +115,7 @@ def train_weights(
     before = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with _trainable(model, tuning.rank, job.seed) as trained:
         task = TrainingTask(
-            data_parallel(training.loss),
+            data_parallel(training.loss, model),
             trained,
             make_optimizers(model, training.optimization),
             training.batches,

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from farspan.attention import seam
 
 
 def processes() -> PartialState:
@@ -22,9 +25,26 @@ def processes() -> PartialState:
     return PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
 
 
-def data_parallel(module: nn.Module) -> nn.Module:
-    """The module with gradients averaged over the processes; unchanged if there is only one."""
-    return module if processes().num_processes == 1 else Accelerator().prepare_model(module)
+def data_parallel(module: nn.Module, model: PreTrainedModel | None = None) -> nn.Module:
+    """The module with gradients averaged over the processes; unchanged if there is only one.
+
+    model: the one that it trains, if text may not reach all of its weights.
+    """
+    if processes().num_processes == 1:
+        return module
+    searches = model is not None and not text_reaches_all(model)
+    options = DistributedDataParallelKwargs(find_unused_parameters=searches)
+    return Accelerator(kwargs_handlers=[options]).prepare_model(module)
+
+
+def text_reaches_all(model: PreTrainedModel) -> bool:
+    """Whether two tokens give every trained weight a gradient: they give none to those of a vision
+    tower or, in some families, to experts that were not chosen."""
+    with seam.eval_mode(model), torch.enable_grad():
+        logits = model(input_ids=seam.two_tokens(model), use_cache=False).logits
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        gradients = torch.autograd.grad(logits.sum(), trained, allow_unused=True)
+    return all(gradient is not None for gradient in gradients)
 
 
 def shard(module: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
