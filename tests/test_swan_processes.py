@@ -10,10 +10,11 @@ import transformers as hf
 from transformers import PreTrainedModel
 
 from families import SHAPE
+from farspan.methods import long_windows as long_windows_module
 from farspan.methods.rope import fit_rope
 from farspan.methods.swan import swan
 from farspan.train.sharding import text_reaches_all
-from swan_models import BY_NAME, QUICK, SETTINGS, build, job_for
+from swan_models import BY_NAME, EVEN, QUICK, SETTINGS, TARGET, build, job_for
 from test_train import in_processes
 
 
@@ -76,3 +77,19 @@ def test_processes_tune_the_text_part_of_a_model_of_images(tmp_path):
         return fit_rope(model, job_for(model), "pi", replace(QUICK, steps=2, lr=1e-5)).weights
 
     assert check_that_two_processes_train(tune, tmp_path)
+
+
+@pytest.mark.long
+def test_processes_train_on_long_windows(tmp_path, monkeypatch):
+    """Each reads its share of the long windows and of the short ones beside them."""
+    monkeypatch.setattr(long_windows_module, "LONG_TOKENS", 2 * TARGET)
+
+    def convert() -> dict[str, torch.Tensor]:
+        model = build("llama")
+        settings = replace(EVEN, long=0.5, tokens=2 * 4 * 4 * TARGET)
+        job = job_for(model)
+        weights = swan(model, job, settings, QUICK).weights
+        assert job.details["long_windows"]["steps"] == 4
+        return weights
+
+    assert check_that_two_processes_train(convert, tmp_path)
