@@ -285,6 +285,34 @@ def test_generate_decodes_what_the_whole_text_predicts(name: str):
         assert ids[0, 9:].tolist() == predicted[0, 8:-1].tolist()
 
 
+@pytest.mark.parametrize("cache", [*CACHES])
+@pytest.mark.parametrize("name", ["llama", "farspan-none"])
+@torch.no_grad()
+def test_padded_prompts_are_continued_by_growing_scales_as_each_alone_is(name: str, cache: str):
+    """With every cache, also one whose last places are empty: windows and n count a row's own."""
+    model = family_named(name).build()
+    set_layout(model, swan(model))
+    seam.install(model, growing_scales(model))
+    sizes, longest = (12, 7, 3), 12
+    ids = tokens(longest, batch=len(sizes))
+    mask = torch.arange(longest) >= longest - torch.tensor(sizes)[:, None]
+    generated = model.generate(
+        ids * mask,
+        attention_mask=mask.long(),
+        past_key_values=CACHES[cache](model),
+        max_new_tokens=8,
+        min_new_tokens=8,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.stack(generated.logits, 1)
+    for row, size in enumerate(sizes):
+        alone = generated.sequences[row : row + 1, longest - size :]
+        expected = model(alone, use_cache=False).logits[0, size - 1 : -1]
+        assert (logits[row] - expected).abs().max() < 2e-5, size
+
+
 SHORT_FIRST = [
     ("llama", ["rope/3", "rope/9", "rope/9", "rope/9"]),
     ("farspan-none", ["none/3", "none/9", "none/3", "none/9"]),
