@@ -308,8 +308,8 @@ def test_padded_prompts_are_continued_by_growing_scales_as_each_alone_is(name: s
     )
     logits = torch.stack(generated.logits, 1)
     for row, size in enumerate(sizes):
-        alone = generated.sequences[row : row + 1, longest - size :]
-        expected = model(alone, use_cache=False).logits[0, size - 1 : -1]
+        single = generated.sequences[row : row + 1, longest - size :]
+        expected = model(single, use_cache=False).logits[0, size - 1 : -1]
         assert (logits[row] - expected).abs().max() < 2e-5, size
 
 
