@@ -16,6 +16,7 @@ from engine_server import EngineServer
 from farspan.attention.patch import Patch, fingerprint
 from farspan.attention.scales import Scales
 from farspan.cli import app
+from farspan.data.tokens import encode
 from farspan.errors import FarspanError
 from farspan.evals.agreement import Agreement, Continuation, compare_continuations, compare_losses
 from farspan.evals.engine import Engine
@@ -219,7 +220,7 @@ class LineTokenizer:
 @pytest.mark.parametrize(("takes_tokens", "expected"), [(False, [2, 3, 5]), (True, [2, 4, 5])])
 def test_prompts_as_text_end_where_a_server_reads_the_same_tokens(takes_tokens, expected):
     engine = Engine(None, LineTokenizer(), "m", "completions", takes_tokens, False)
-    ids = engine._encode("ab\n\nc")
+    ids = encode(engine.tokenizer, "ab\n\nc")
     assert len(ids) == 5
     assert _kept_lengths(engine, ids, [2, 4, 5]) == expected
     lost = [98, 0, 99]  # is read as four tokens

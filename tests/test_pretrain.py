@@ -408,7 +408,7 @@ def test_a_script_without_a_main_guard_is_refused(tiny, tmp_path):
         f"pretrain({str(tiny)!r}, ['data.processes=2'], 'run')\n"
     )
     process = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=300
     )
     assert process.returncode == 1
     assert "put its code under `if __name__ == '__main__':`" in process.stderr
