@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", required=True)
     parser.add_argument("--longest", type=int, required=True, help="tokens of a window")
     parser.add_argument("--shortest", type=int, help="default: an eighth of the train length")
-    parser.add_argument("--windows", type=int, default=64, help="of each text")
+    parser.add_argument("--windows", type=int, default=64, help="of each text, one of a document")
     parser.add_argument("--scored", type=int, help="tokens at the end; default: at most 512")
     parser.add_argument("--slopes", type=float, nargs="*", default=[], help="beside the patch")
     parser.add_argument("--keys", type=int, default=20, help="passkeys at each of 10 depths")
@@ -71,11 +71,11 @@ def main() -> None:
         cut_windows(read_documents(text), tokenizer, args.longest, args.windows, begin=begin.ids)
         for text in args.text
     ]
-    windows = torch.cat([each.ids for each in cut])
+    windows = torch.cat([each.ids[: len(each.used)] for each in cut])  # documents take turns
     documents = [
         f"{text} {number}"
         for text, each in zip(args.text, cut, strict=True)
-        for number in each.documents
+        for number in each.documents[: len(each.used)]
     ]
     losses: dict[str, dict[int, list[float]]] = {}
     passkeys: dict[str, dict[str, float]] = {}

@@ -21,7 +21,7 @@ model=$1 data=$2 out=$3
 shift 3
 TO=${TO:-65536} FAR=${FAR:-131072} SHORTEST=${SHORTEST:-1024}
 FIT=${FIT:-$FAR} # the length that scales are fitted on
-WINDOWS=${WINDOWS:-27} FAR_WINDOWS=${FAR_WINDOWS:-64} # of each text, for TO and FAR
+WINDOWS=${WINDOWS:-27} FAR_WINDOWS=${FAR_WINDOWS:-64} # books of each text, for TO and FAR
 KEYS=${KEYS:-20} LIMIT=${LIMIT:-50} SAMPLES=${SAMPLES:-20}
 BOOK=${BOOK:-330000} # characters of a book that has FAR tokens
 STEPS=${STEPS:-extend judge needles}
@@ -29,7 +29,7 @@ FARSPAN=${FARSPAN:-farspan} PYTHON=${PYTHON:-python}
 here=$(dirname "$0")
 mkdir -p "$out"
 
-# 12 long books choose, the next 64 judge; no step of training reads either.
+# 12 long books choose, the next 100 judge, or as many as there are; no step of training reads them.
 [ -e "$out/rest.jsonl" ] || $PYTHON - "$data" "$out" "$BOOK" <<'PYTHON'
 import itertools, json, lzma, sys
 from pathlib import Path
@@ -37,7 +37,7 @@ from pathlib import Path
 data, out, characters = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 with lzma.open(data / "books_train_b.jsonl.xz", "rt", encoding="utf-8") as lines:
     long = (line for line in lines if len(json.loads(line)["text"]) > characters)
-    for name, count in (("choose", 12), ("rest", 64)):
+    for name, count in (("choose", 12), ("rest", 100)):
         (out / f"{name}.jsonl").write_text("".join(itertools.islice(long, count)), encoding="utf-8")
 PYTHON
 
