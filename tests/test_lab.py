@@ -175,9 +175,9 @@ def test_run_with_save_trains_models_that_are_not_saved_yet(finished, tmp_path, 
 
 def test_run_writes_record_tables_figure_and_recipe(finished):
     out = finished / "out"
-    run(str(finished / "small.toml"), [], out)
+    learned, _ = run(str(finished / "small.toml"), [], out).learned
     record = json.loads((out / "record.json").read_text())
-    assert record["models"] == 8
+    assert (record["learned"], record["models"]) == (learned, 8)
     assert {cell["encoding"] for cell in record["cells"]} == {"none", "learned"}
     cell = record["cells"][0]
     assert set(cell["in_range"]) <= {"2", "3", "4"}

@@ -230,7 +230,7 @@ def test_every_result_is_short_and_becomes_json(results):
             "lab run lab-tiny",
             "lab.run",
             LabResult,
-            "learnt models mean_reciprocal_rank mean_reciprocal_rank_of_all folder",
+            "learned models mean_reciprocal_rank mean_reciprocal_rank_of_all folder",
         ),
         (
             "lab finetune nope-twin copy",

@@ -396,7 +396,7 @@ def test_lab_shows_the_chosen_learning_rate(tmp_path):
     ranks = [{"encoding": "none", "reciprocal": 1.0, "tasks": 1}]
     of_all = [{"encoding": "t5", "reciprocal": 0.5, "tasks": 2}]
     (tmp_path / "lab").mkdir()
-    record = {"command": "lab run", "learnt": 0, "models": 4, "ranks": ranks, "cells": cells}
+    record = {"command": "lab run", "learned": 0, "models": 4, "ranks": ranks, "cells": cells}
     record["ranks_of_all"] = of_all
     (tmp_path / "lab" / "record.json").write_text(json.dumps(record))
     text = report([tmp_path / "lab"], tmp_path / "page.html").read_text()
@@ -405,6 +405,9 @@ def test_lab_shows_the_chosen_learning_rate(tmp_path):
     assert figure["data"][0]["y"] == [1.0, 0.75, 0.0]
     assert [mark["x0"] for mark in figure["layout"]["shapes"]] == [10]
     assert "0 of 4 models learned their task" in text
+    record["learnt"] = record.pop("learned")  # as in records of 0.1
+    (tmp_path / "lab" / "record.json").write_text(json.dumps(record))
+    assert report([tmp_path / "lab"], tmp_path / "earlier.html").read_text() == text
     numbers = '<td class="number">{:.3f}</td><td class="number">{}</td>'
     assert "<td>learned</td><td>none</td>" + numbers.format(1, 1) in text
     assert "<td>all</td><td>t5</td>" + numbers.format(0.5, 2) in text
@@ -593,7 +596,7 @@ def test_lab_length_without_examples_is_a_corrupt_record(tmp_path):
         "chosen_by": 1.0,
     }
     cell = {**settings, "in_range": {"2": [0, 0]}, "beyond": {}}
-    record = {"command": "lab run", "learnt": 0, "models": 1, "ranks": [], "cells": [cell]}
+    record = {"command": "lab run", "learned": 0, "models": 1, "ranks": [], "cells": [cell]}
     (tmp_path / "record.json").write_text(json.dumps(record))
     with pytest.raises(CorruptError, match="ZeroDivisionError"):
         report([tmp_path], tmp_path / "page.html")

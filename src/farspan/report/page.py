@@ -342,7 +342,8 @@ def _row(name: str, score: Record) -> list[str]:
 
 def _lab(runs: Sequence[Run], colors: Colors) -> Iterator[str]:
     for run in runs:
-        learned, count = int(run.record["learnt"]), int(run.record["models"])
+        key = "learned" if "learned" in run.record else "learnt"  # in earlier records
+        learned, count = int(run.record[key]), int(run.record["models"])
         yield f"<p>{learned} of {count} models learned their task.</p>"
         ranks = [
             [models, rank["encoding"], f"{rank['reciprocal']:.3f}", rank["tasks"]]

@@ -108,7 +108,7 @@ class LabResult(Plotted):
     def to_json(self) -> dict[str, Any]:
         learned, models = self.learned
         return {
-            "learnt": learned,
+            "learned": learned,
             "models": models,
             "mean_reciprocal_rank": {rank.encoding: rank.reciprocal for rank in self.ranks},
             "mean_reciprocal_rank_of_all": {
@@ -210,7 +210,7 @@ def _write_results(
         "lab run",
         {"study": asdict(study), "device": device},
         {
-            "learnt": learned[0],
+            "learned": learned[0],
             "models": learned[1],
             "ranks": [asdict(rank) for rank in ranks],
             "ranks_of_all": [asdict(rank) for rank in ranks_of_all],
