@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +15,22 @@ from typer.testing import CliRunner
 import farspan
 from families import SHAPE, randomized, tokens
 from farspan.attention import caches, guard, seam
+from farspan.attention.describe import describe_patch
 from farspan.attention.layout import Layout
 from farspan.attention.layout_change import set_layout
 from farspan.attention.model_facts import max_positions
+from farspan.attention.patch import Patch
 from farspan.attention.probe import probe
 from farspan.attention.scales import Scales
 from farspan.cli import app
 from farspan.cli.console import console
-from farspan.errors import FarspanError
+from farspan.cli.extend import _show_patch
+from farspan.errors import CorruptError, FarspanError
 from farspan.formats import fold as fold_module
 from farspan.formats.fold import compare_logits, find_sites, fold, logits
+from farspan.methods.fit import make_fit_job
+from farspan.methods.headscale import headlog, headscale
+from farspan.methods.search_config import SearchConfig
 from farspan.workflows.extend_prepare import _check_reads
 
 
@@ -84,6 +92,52 @@ def test_layers_with_unequal_heads_have_scales_of_their_own():
     seam.install(model, Scales((0, 1, 2, 3), table))
     with pytest.raises(FarspanError, match="have 6 heads, but layer 1 has 8"):
         seam.install(model, Scales.uniform(1.5, (0, 1), 6))
+
+
+@pytest.mark.parametrize(("method", "shared"), [(headscale, False), (headlog, True)])
+def test_statistics_of_scales_leave_out_heads_that_a_layer_lacks(method, shared, tmp_path):
+    """A table is as wide as its widest layer. A search leaves the rest of it where it starts."""
+    model, ids, notes = randomized(laguna), tokens(45, batch=4), []
+
+    def progress(label, steps):
+        return lambda count=1, note="": notes.append(note)
+
+    job = make_fit_job(model, probe(model), 40, 16, ids, ids[:, :40], progress=progress)
+    settings = dict(steps=2, batch=2, lr=(0.1,), warmup=1, init=(3.0, 1.0, 1.0, 2.0))
+    method(model, job, SearchConfig(**settings, shared=shared)).save(tmp_path / "patch")
+    patch = Patch.load(tmp_path / "patch")
+    at_target = patch.scales.at(torch.tensor([40.0]))[..., 0]
+    base, scale = (
+        torch.cat([row[:count] for row, count in zip(table, (4, 8, 8, 4), strict=True)])
+        for table in (patch.scales.base, at_target)
+    )
+    assert base.mean() < patch.scales.base.mean() - 0.1
+    statistics = patch.describe()["scales"]
+    assert statistics["heads"] == [4, 8, 8, 4]
+    assert statistics["mean"] == pytest.approx(base.mean().item())
+    assert f"mean {scale.mean():.3f}" in describe_patch(patch)[0]
+    assert f"λ̂ {base.min():.2f}–{base.max():.2f}, mean {base.mean():.2f}" in notes[-2]
+    with console.capture() as captured:
+        _show_patch(patch)
+    shown = " ".join(captured.get().split())
+    assert f"mean {scale.mean():.2f} at" in shown
+    assert "24 heads in 4 layers" in shown
+
+
+def test_heads_of_layers_are_those_that_a_table_has(tmp_path):
+    scales = Scales((0, 2), torch.full((2, 8), 1.5), layer_heads={0: 4, 2: 8})
+    patch = Patch("test", "0" * 64, 40, 16, scales)
+    patch.save(tmp_path / "patch")
+    file = tmp_path / "patch" / "patch.json"
+    saved = file.read_text()
+    for heads in ([4, 9], [0, 8], [4], ["4", 8], 4):
+        record = json.loads(saved)
+        record["scales"]["heads"] = heads
+        file.write_text(json.dumps(record))
+        with pytest.raises(CorruptError, match="fit or copy it again"):
+            Patch.load(tmp_path / "patch")
+    other = Scales((1,), torch.full((1, 8), 1.2), layer_heads={1: 6})
+    assert patch.then(replace(patch, scales=other)).scales.head_counts == (4, 6, 8)
 
 
 def test_inspect_shows_unequal_heads(tmp_path):

@@ -51,7 +51,8 @@ def describe_rope(rope: Mapping[str, Any]) -> str:
 def _scale_statistics(patch: Patch) -> str:
     """Of constant scales, or of growing ones at the target."""
     assert patch.scales is not None
-    values = patch.scales.at(torch.tensor([float(patch.target)])).detach()
+    at_target = patch.scales.at(torch.tensor([float(patch.target)]))
+    values = patch.scales.used(at_target).detach()
     spread = f"min {values.min():.3f}, mean {values.mean():.3f}, max {values.max():.3f}"
     if patch.scales.constant:
         return spread

@@ -196,7 +196,7 @@ class Patch(Summarized):
         if self.label:
             description["model"]["label"] = self.label
         if self.scales is not None:
-            base = self.scales.base.detach()
+            base = self.scales.used(self.scales.base.detach())
             description["scales"] = {
                 "basis": self.scales.basis,
                 "length": self.scales.length,
@@ -205,6 +205,8 @@ class Patch(Summarized):
                 "mean": base.mean().item(),
                 "max": base.max().item(),
             }
+            if {*self.scales.head_counts} != {self.scales.heads}:
+                description["scales"]["heads"] = list(self.scales.head_counts)
         if self.rope is not None:
             description["rope"] = dict(self.rope)
         if self.layout is not None:
@@ -348,8 +350,9 @@ def _positive_int(record: Mapping[str, Any], key: str) -> int:
 def _read_scales(folder: Path, record: Mapping[str, Any], target: int) -> Scales:
     tables = _read_tensors(folder, "scales")
     layers = tuple(record["layers"])
+    heads = dict(zip(layers, record["heads"], strict=True)) if "heads" in record else {}
     return Scales(
-        layers, tables["base"], tables.get("slope"), record["basis"], record["length"]
+        layers, tables["base"], tables.get("slope"), record["basis"], record["length"], heads
     ).check(target)
 
 
@@ -385,7 +388,8 @@ def _product(first: Scales | None, second: Scales | None) -> Scales | None:
     factor = _extend_rows(constant, constant.base, layers, 1.0)
     base = factor * _extend_rows(other, other.base, layers, 1.0)
     slope = None if other.slope is None else factor * _extend_rows(other, other.slope, layers, 0.0)
-    return replace(other, layers=layers, base=base, slope=slope)
+    heads = {**first.layer_heads, **second.layer_heads}
+    return replace(other, layers=layers, base=base, slope=slope, layer_heads=heads)
 
 
 def _extend_rows(scales: Scales, table: Tensor, layers: tuple[int, ...], fill: float) -> Tensor:

@@ -8,8 +8,8 @@ the weights; otherwise it grows with the context and is applied at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Scales:
     slope: Tensor | None = None  # the same shape
     basis: str = "constant"
     length: int = 0
+    layer_heads: Mapping[int, int] = field(default_factory=dict)  # of each layer; default: heads
 
     @classmethod
     def uniform(cls, value: float, layers: Sequence[int], heads: int) -> Scales:
@@ -51,6 +52,16 @@ class Scales:
     @property
     def heads(self) -> int:
         return self.base.shape[1]
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """The heads of the layer of each row."""
+        return tuple(self.layer_heads.get(layer, self.heads) for layer in self.layers)
+
+    def used(self, table: Tensor) -> Tensor:
+        """The entries of a table [layers, heads, ...] that belong to a head, in one row."""
+        rows = zip(table, self.head_counts, strict=True)
+        return torch.cat([row[:count] for row, count in rows]).flatten()
 
     @property
     def constant(self) -> bool:
@@ -121,6 +132,12 @@ class Scales:
             raise FarspanError(
                 f"scales name a layer twice: {list(self.layers)}; keep one row per layer"
             )
+        for layer, count in zip(self.layers, self.head_counts, strict=True):
+            if type(count) is not int or not 1 <= count <= self.heads:
+                raise FarspanError(
+                    f"layer {layer} has {count!r} heads by its scales, whose table has columns for "
+                    f"1 to {self.heads}; fit the patch again"
+                )
         if self.layers:
             self._check_positive(target_length)
         return self
@@ -166,5 +183,8 @@ class RelativeScales(Scales):
     def absolute(self) -> Scales:
         assert self.slope is not None
         if not self.slope.any():
-            return Scales(self.layers, self.base)
-        return Scales(self.layers, self.base, self.base * self.slope, self.basis, self.length)
+            return Scales(self.layers, self.base, layer_heads=self.layer_heads)
+        slope = self.base * self.slope
+        return Scales(
+            self.layers, self.base, slope, self.basis, self.length, layer_heads=self.layer_heads
+        )

@@ -184,7 +184,7 @@ def _show_patch(patch: Patch) -> None:
     from farspan.attention.describe import describe_layout, describe_rope
 
     if patch.scales is not None:
-        scales = patch.scales.at(torch.tensor([patch.target])).flatten()
+        scales = patch.scales.used(patch.scales.at(torch.tensor([patch.target])))
         length = f"at {patch.target:,} keys" if patch.scales.slope is not None else "at any length"
         low, high = f"{scales.min():.2f}", f"{scales.max():.2f}"
         spread = low if low == high else f"{low} to {high}, mean {scales.mean():.2f}"

@@ -70,6 +70,7 @@ def make_fit_job(
         most_heads(layers),
         fingerprint(model),
         has_nope(layers),
+        {layer.index: layer.heads for layer in layers},
         **settings,
     )
 

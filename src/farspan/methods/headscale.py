@@ -304,6 +304,7 @@ def optimize_scales(
     """
     # Of the rows with a passkey, of which there are so many in a batch on average.
     answers = plan.answers / plan.passkeys if plan.passkeys else 0.0
+    start = replace(start, layer_heads=job.layer_heads)
     scaled = ScaledModel(model, start, answers, plan.tail)
     scaled.project(search.constraint, job.search.shape[1])
     config = OptimizerConfig(
@@ -330,7 +331,7 @@ def optimize_scales(
     advance_to = by_step(advance)
 
     def on_step(metrics: StepMetrics) -> None:
-        table = scaled.base.detach()
+        table = start.used(scaled.base.detach())
         extremes = f"λ̂ {table.min():.2f}–{table.max():.2f}, mean {table.mean():.2f}"
         chosen = f", on the choose split {validations[-1]:.4f}" if validations else ""
         advance_to(metrics.step, f"loss {metrics.loss:.4f}{chosen}, {extremes}")

@@ -49,6 +49,7 @@ class FitJob:
     heads: int
     model: str  # fingerprint of the base weights
     has_nope: bool = False  # whether a layer has no positions
+    layer_heads: Mapping[int, int] = field(default_factory=dict)  # of each layer; default: heads
     start: Scales | None = None  # of the patch that is extended, from which a search starts
     start_name: str = ""
     name: str = ""
@@ -63,6 +64,8 @@ class FitJob:
 
     def patch(self, method: str, **changes: Any) -> Patch:
         """A patch for this job's model; `changes` are its scales, rope and weights."""
+        if changes.get("scales") is not None:
+            changes["scales"] = replace(changes["scales"], layer_heads=self.layer_heads)
         return Patch(
             method,
             self.model,
