@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import httpx2
@@ -172,6 +173,29 @@ def test_a_served_baseline_is_refused_before_the_model_is_measured(server, tmp_p
             limit=1,
         )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("suite", "settings", "sentence"),
+    [
+        ("commonsense", {}, "run on a loaded model only"),
+        ("perplexity", {"data": "text.txt"}, "returns no log-probabilities of prompts"),
+        ("longbench", {"data": "bench.jsonl", "beams": 2}, "has 2 beams; use --beams 1"),
+    ],
+)
+def test_what_a_served_baseline_lacks_is_refused_before_the_model_is_measured(
+    suite, settings, sentence, server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate_workflow, "run_cells", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("This text is long enough for a window. " * 200)
+    row = {"dataset": "trec", "prompt": "Type:", "gold": ["a"], "idx": 0}
+    Path("bench.jsonl").write_text(json.dumps(row))
+    engine = EngineOptions(served_model=MODEL, tokenizer=TWIN)
+    options = dict(baseline=server.url, engine=engine, lengths=[256], **settings)
+    with pytest.raises(FarspanError, match=sentence):
+        farspan.evaluate("nope-twin", suite, "out", **options)
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("key", ["sk-\u00e9t\u00e9", "sk a"])

@@ -24,6 +24,7 @@ from farspan.data.tokens import fingerprint
 from farspan.deprecation import renamed_arguments
 from farspan.device_map import DeviceMap, check_device_map
 from farspan.errors import FarspanError
+from farspan.evals.engine import Engine
 from farspan.evals.engine_http import is_url
 from farspan.evals.gates import Gate, check_gate, check_gates, parse_gate
 from farspan.evals.longppl import Evaluator
@@ -110,7 +111,7 @@ def evaluate(
     run = _EvalRun.prepare(suite, config, gate, Path(out), progress, say, bos)
     baseline = _default_baseline(model, run.gates) if baseline is None else baseline
     baseline_position = None if baseline is None else _position(baseline, model, position)
-    run.check_baseline(baseline, {**options, "position": baseline_position})
+    run = run.check_baseline(baseline, {**options, "position": baseline_position})
     run = run.with_models(model, baseline, trust_remote_code)
     measured = [run.measure(model, {**options, "position": _position(model, baseline, position)})]
     if baseline is not None:
@@ -184,6 +185,7 @@ class _EvalRun:
     bos: str
     evaluator: Evaluator | None = None  # chooses the key tokens of LongPPL
     baseline: str | Path | None = None
+    served_baseline: Engine | None = None
 
     @classmethod
     def prepare(
@@ -209,13 +211,15 @@ class _EvalRun:
         _check_suite(out, name)
         return cls(name, suite, config, texts, parsed, out, progress, say, bos)
 
-    def check_baseline(self, baseline: str | Path | None, options: LoadOptions) -> None:
-        """Refuse a baseline that cannot be measured, before the model is."""
+    def check_baseline(self, baseline: str | Path | None, options: LoadOptions) -> _EvalRun:
+        """Refuse a baseline that cannot be measured, before the model is; connect a served one."""
         if is_url(baseline):
-            connect_eval_model(str(baseline), self.config, self.bos, options)
-        elif baseline is not None:
+            served = connect_eval_model(str(baseline), self.config, self.bos, options)
+            return replace(self, served_baseline=served.engine)
+        if baseline is not None:
             trust = options.get("trust_remote_code", False)
             check_source(baseline, position=options.get("position"), trust_remote_code=trust)
+        return self
 
     def with_models(
         self, model: str | Path, baseline: str | Path | None, trust_remote_code: bool
@@ -249,6 +253,8 @@ class _EvalRun:
             plan = replace(compared.plan, lengths_requested=True)
             model.check_lengths((*plan.lengths, *plan.grid))
         evaluations, left_out = _build(model, plan, self.suite, self.name)
+        if compared is None and self.served_baseline is not None:  # refused now, not later
+            served_evaluations(self.served_baseline, evaluations, self.name)
         if perplexity := _perplexity(evaluations):
             # It leaves out lengths that its text does not reach, for the baseline too.
             plan = replace(plan, lengths=perplexity.lengths)

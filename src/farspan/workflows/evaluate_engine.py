@@ -12,6 +12,7 @@ from farspan.errors import FarspanError, option_name
 from farspan.evals.commonsense import Commonsense
 from farspan.evals.engine import Engine, EngineOptions
 from farspan.evals.engine_http import is_url
+from farspan.evals.longbench import LongBench
 from farspan.evals.perplexity import Perplexity
 from farspan.evals.scores import Eval
 from farspan.evals.suites import EvalConfig, EvalModel
@@ -76,6 +77,11 @@ def served_evaluations(
         raise FarspanError(
             f"suite {suite} has commonsense tasks, which run on a loaded model only; choose "
             f"{WITH_SERVERS}"
+        )
+    beams = max((each.beams for each in evaluations if isinstance(each, LongBench)), default=1)
+    if beams > 1:
+        raise FarspanError(
+            f"a server decodes greedily, and LongBench has {beams} beams; use --beams 1"
         )
     kept = [each for each in evaluations if not isinstance(each, Perplexity)]
     if len(kept) == len(evaluations) or engine.loss_form:
