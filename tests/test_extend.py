@@ -956,7 +956,30 @@ def test_four_processes_give_the_patch_of_one(tiny, tmp_path):
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 SHORT_SEARCH = ["search.steps=4", "search.batch=2", "search.lr=[0.1]", "search.init=1.2"]
+MIXTURE = """
+folder = "{folder}"
+cache = "{folder}/cache"
+processes = 1
+
+[sources.first]
+files = "first.txt"
+weight = 3
+
+[sources.second]
+files = "second.txt"
+weight = 1
+"""
 SHORT_TUNING = ["tuning.steps=4", "tuning.batch=4", "tuning.micro_batch=2", "swan.measured_rows=1"]
+
+
+def data_with_a_mixture(folder: Path, text: str) -> dict[str, str]:
+    """A mixture to search on, and other text to choose by and to report on."""
+    lines = text.splitlines(keepends=True)
+    for number, name in enumerate(("first", "second", "choose", "report")):
+        (folder / f"{name}.txt").write_text("".join(lines[number::4]))
+    (folder / "mix.toml").write_text(MIXTURE.format(folder=folder))
+    names = {"search": "mix.toml", "choose": "choose.txt", "report": "report.txt"}
+    return {split: str(folder / name) for split, name in names.items()}
 
 
 @pytest.mark.long
@@ -971,10 +994,18 @@ SHORT_TUNING = ["tuning.steps=4", "tuning.batch=4", "tuning.micro_batch=2", "swa
         ("rope", "swan", [*SHORT_TUNING, "tuning.warmup=1", "swan.window=8"]),
     ],
 )
-def test_torchrun_gives_the_patch_of_one_process(model, method, settings, tiny, tmp_path):
-    """Two processes, started as a user would, find what one process finds."""
+def test_torchrun_gives_the_patch_of_one_process(
+    model, method, settings, tiny, tmp_path, tmp_path_factory
+):
+    """Two processes, started as a user would, find what one process finds. Scales are searched on
+    a mixture, which one process packs and both read."""
+    texts, data = tmp_path_factory.mktemp("texts"), str(tiny / "text.txt")
+    words = ["--data", data]
+    if method != "swan":
+        data = data_with_a_mixture(texts, (tiny / "text.txt").read_text())
+        words = [f"--data={name}={file}" for name, file in data.items()]
     overrides = [*settings, "passkeys=0", "choose_windows=2", "report_windows=2"]
-    options = ["--to", "128", "--method", method, "--data", str(tiny / "text.txt")]
+    options = ["--to", "128", "--method", method, *words]
     command = [*TORCHRUN, "-m", "farspan", "extend", str(tiny / model), *options]
     process = subprocess.run(
         [*command, "-o", str(tmp_path / "two"), *overrides],
@@ -984,8 +1015,8 @@ def test_torchrun_gives_the_patch_of_one_process(model, method, settings, tiny, 
     )
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.count("loss after") == 1
-    text = tiny / "text.txt"
-    extend(tiny / model, 128, tmp_path / "one", method, data=text, overrides=overrides)
+    shutil.rmtree(texts / "cache", ignore_errors=True)  # the other run packs the mixture again
+    extend(tiny / model, 128, tmp_path / "one", method, data=data, overrides=overrides)
     one, two = (Patch.load(tmp_path / name) for name in ("one", "two"))
     assert one.layout == two.layout
     if method != "swan":
