@@ -108,6 +108,20 @@ def test_costs_are_those_of_models_built_with_the_changed_layer():
     assert costs[3].rotation_kl == 0
 
 
+def test_a_model_without_positions_is_measured_without_them():
+    """Although its windows gain rotation: the cost of the window is to be known, not of that."""
+    model = BY_NAME["farspan-none"].build()
+    job = job_for(model)
+    ids, _ = layer_costs.rows_with_repeats(job.search[:1], job.seed, WINDOW)
+    for cost in measured(model, job):
+        positions = ["none"] * 4
+        positions[cost.layer] += f"/{WINDOW}"
+        kl, _ = native_costs(model, positions, ids)
+        assert cost.window_kl == pytest.approx(kl.mean().item(), abs=1e-6)
+        assert cost.window_kl > 1e-5
+        assert cost.rotation_kl == 0
+
+
 @torch.no_grad()
 def native_costs(model, positions: list[str], ids: torch.Tensor):
     """KL and loss of a model of ours with the same weights and these positions."""

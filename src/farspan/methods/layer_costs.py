@@ -63,6 +63,8 @@ def measure_layers(
 
     costs = []
     for layer in layers:
+        # A layer without positions is measured without them, although it gains rotation in a
+        # window of a model that has none: untrained rotation would cost more than most windows.
         windowed = cost(layer, LayerLayout(layer in rotary, window))
         unrotated = cost(layer, LayerLayout(False)) if layer in rotary else (0.0, 0.0)
         costs.append(LayerCost(layer, *windowed, *unrotated))
