@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html as markup
 import re
 from pathlib import Path
 
@@ -56,14 +57,31 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(html, page, **_):
-    """Tables and code that scroll can be reached by the keyboard.
+    """Tables, figures and code that scroll can be reached by the keyboard.
 
-    Those of the results have answers of some lines, which a phone shows as a list.
+    A phone shows as a list: the results, whose answers are sentences, and tables of settings.
     """
-    kind = "scrolled answers" if page.file.src_uri == "results.md" else "scrolled"
-    begin = f'<div class="{kind}" role="region" aria-label="table" tabindex="0">'
-    html = re.sub(r"<table>.*?</table>", rf"{begin}\g<0></div>", html, flags=re.DOTALL)
+    answers = page.file.src_uri == "results.md"
+    html = re.sub(r"<table>.*?</table>", lambda table: _table(table, answers), html, flags=re.S)
+    html = re.sub(r"<td( style=[^>]*)?>(.*?)</td>", _cell, html)
+    begin = '<div class="scrolled figure" role="region" aria-label="figure" tabindex="0">'
+    html = re.sub(r"<p>(?:<img [^>]*>\s*)+</p>", rf"{begin}\g<0></div>", html)
     return html.replace("<pre><span></span><code>", '<pre tabindex="0"><span></span><code>')
+
+
+def _table(table: re.Match[str], answers: bool) -> str:
+    settings = "<th>default</th>\n<th>meaning</th>\n</tr>" in table[0]
+    kind = " answers" if answers else " answers settings" if settings else ""
+    begin = f'<div class="scrolled{kind}" role="region" aria-label="table" tabindex="0">'
+    return f"{begin}{table[0]}</div>"
+
+
+def _cell(cell: re.Match[str]) -> str:
+    """Numbers stay on one line. A sentence is not as narrow as its longest word."""
+    text = markup.unescape(re.sub(r"<[^>]+>", "", cell[2]))
+    words = re.search(r"[^\W\d_]{2}", text)
+    kind = "sentence" if words and len(text) > 30 else "" if words else "numbers"
+    return f'<td class="{kind}"{cell[1] or ""}>{cell[2]}</td>' if kind else cell[0]
 
 
 def on_post_page(output, **_):

@@ -224,6 +224,36 @@ def test_tables_and_code_of_the_site_are_reached_by_the_keyboard(hooks):
     assert '<pre tabindex="0"><span></span><code>x' in plain
     assert plain.endswith("<code>y</code>")
     assert results.startswith('<div class="scrolled answers"')
+    figure = hooks.on_page_content(
+        '<p><img alt="a" src="a.png" />\n<img src="b.png" /></p>', pages[0]
+    )
+    assert figure.startswith('<div class="scrolled figure" role="region" aria-label="figure" tab')
+    assert figure.endswith("</p></div>")
+
+
+def test_a_phone_shows_settings_as_a_list_with_their_defaults(hooks):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="eval.md"))
+    for third, kind in (("meaning", "scrolled answers settings"), ("time", "scrolled")):
+        head = f"<th>key</th>\n<th>default</th>\n<th>{third}</th>\n</tr>"
+        html = hooks.on_page_content(f"<table>\n<tr>\n{head}</table>", page)
+        assert html.startswith(f'<div class="{kind}" role'), third
+        assert html.endswith("</tr></table></div>")
+
+
+def test_numbers_of_a_table_stay_on_one_line_and_sentences_get_room(hooks):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="eval.md"))
+    for cell, kind in (
+        ("51.5 (47–57)", "numbers"),
+        ("<strong>4.3</strong> / &gt;10⁶", "numbers"),
+        ("8K", "numbers"),
+        ("no", None),
+        ("tokens scored per window", None),
+        ("perplexity: tokens scored per window", "sentence"),
+        ("<code>yarn</code> for models with rotary", None),
+    ):
+        html = hooks.on_page_content(f'<td style="text-align: right;">{cell}</td>', page)
+        shown = f' class="{kind}"' if kind else ""
+        assert html == f'<td{shown} style="text-align: right;">{cell}</td>'
 
 
 @pytest.fixture(scope="module")
