@@ -42,6 +42,14 @@ FACTS = """({
 })"""
 
 
+# What stands over the samples, and whether a button offers more of them.
+LIST = """[
+  document.querySelector(".samples summary").textContent,
+  document.querySelector(".samples .count").textContent,
+  document.querySelector(".samples .more").checkVisibility()
+]"""
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     """A diagnosis with curves and heads, and an evaluation with samples."""
@@ -91,6 +99,7 @@ def test_charts_are_drawn_at_every_width_and_color_scheme(page):
             assert len(facts["cards"]) == 3
             colors.setdefault(scheme, set()).add(tuple(facts["colors"]))
         open_samples(browser)
+        assert browser.evaluate(LIST) == ["m: 1 sample", "1 sample, 1 right", False]
         assert browser.errors == []
         assert browser.requests == [page.as_uri()]
     (light,), (dark,) = colors["light"], colors["dark"]

@@ -78,7 +78,7 @@ def test_each_run_has_a_table_and_old_samples_are_shown():
     assert first["answer"] == ["</script><b>"]
     assert "</script><b>" not in text
     assert (second["around"], second["depth"]) == ([""], [None])
-    assert re.findall("<summary>(.*?)</summary>", text) == ["run 0: 1 samples", "run 1: 1 samples"]
+    assert re.findall("<summary>(.*?)</summary>", text) == ["run 0: 1 sample", "run 1: 1 sample"]
 
 
 def random_text(rng: np.random.Generator, words: int) -> str:
@@ -160,6 +160,7 @@ def test_samples_stay_within_their_share_of_the_page(monkeypatch):
     monkeypatch.setattr(samples, "MOST", 300)
     text = written(random_needles(305))
     assert "run 0: 300 samples; 5 more are in its folder" in text
+    assert "300 samples; 1 more is in its folder" in written(random_needles(301))
     room = len(text) // 2
     monkeypatch.setattr(samples, "PACKED", room)
     first, second = random_needles(200), random_needles(100)

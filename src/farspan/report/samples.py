@@ -54,8 +54,10 @@ def samples_table(runs: Mapping[str, Sequence[Sample]]) -> Iterator[str]:
             packs[number] = pack(shown[number])
     for name, rows, few, packed in zip(names, tables, shown, packs, strict=True):
         left_out = len(rows) - len(few)
-        note = f"; {left_out:,} more are in its folder" if left_out else ""
-        title = html.escape(f"{name}: {len(few):,} samples{note}")
+        verb = "is" if left_out == 1 else "are"
+        note = f"; {left_out:,} more {verb} in its folder" if left_out else ""
+        noun = "sample" if len(few) == 1 else "samples"
+        title = html.escape(f"{name}: {len(few):,} {noun}{note}")
         yield (
             f'<details class="samples"><summary>{title}</summary>'
             f'<script type="application/gzip">{packed}</script></details>'
