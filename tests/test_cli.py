@@ -264,6 +264,12 @@ def test_the_help_of_every_command_has_examples_that_parse():
             by_name[name].make_context(name, arguments)
 
 
+def test_the_list_of_commands_has_a_line_of_text_for_each():
+    """A line that ends in the docstring would end on the screen, too."""
+    for name, command in commands():
+        assert "\n" not in command.help.partition("\n\n")[0], name
+
+
 def test_help_imports_nothing_heavy():
     script = (
         "import sys, typer\n"

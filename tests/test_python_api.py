@@ -44,7 +44,7 @@ from farspan.lengths import parse_length, parse_lengths
 from farspan.loading import LoadedModel, load_tokenizer
 from farspan.methods import presets
 from farspan.model_objects import ModelObject
-from farspan.progress import Stage, bars, by_step, shows_progress, with_total
+from farspan.progress import Stage, bars, by_step, format_duration, shows_progress, with_total
 from farspan.recipe import results_folder
 from farspan.report.comparison import ComparedScore
 from farspan.report.lab_figures import Panel
@@ -786,6 +786,14 @@ def test_steps_of_an_earlier_run_are_done_and_took_no_time(monkeypatch):
         advance_to(step, "a loss")
     assert counts == [50, 1, 1]
     assert notes[-1] == "about 48 seconds left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 seconds"), (0.6, "1 second"), (1.6, "2 seconds"), (9000, "2.5 hours")],
+)
+def test_a_duration_is_counted_in_words(seconds, words):
+    assert format_duration(seconds) == words
 
 
 @pytest.fixture

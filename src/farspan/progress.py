@@ -337,8 +337,8 @@ class _TimedTotal(_Total):
 
 
 def format_duration(seconds: float) -> str:
-    """9000 -> "2.5 hours"."""
+    """9000 -> "2.5 hours"; 1.2 -> "1 second"."""
     for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return "1 second" if round(seconds) == 1 else f"{seconds:.0f} seconds"

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 def demo_command() -> None:
-    """Extend a small bundled model from 512 to 1,024 tokens, and read 16,384 with another one, in
-    minutes on a CPU."""
+    """Extend a small bundled model from 512 to 1,024 tokens, and read 16,384 with another one.
+
+    Takes minutes on a CPU.
+    """
     from farspan.progress import bars
     from farspan.workflows import demo
 
