@@ -413,7 +413,8 @@ def diagnosed(*sources: str) -> Table:
             f"{mean_before(mark, length, line['positions'], line['entropy']):.2f}"
             for mark in (length, longest)
         )
-        knees = [str(line[key] or "none") for key in ("loss_knee", "entropy_knee")]
+        knees = [line[key] for key in ("loss_knee", "entropy_knee")]
+        knees = [f"{knee:,}" if knee else "none" for knee in knees]
         rows.append([line["label"], *knees, str(len(line["distracted_heads"])), *entropies])
     header = ["model", "loss knee", "entropy knee", "distracted heads"]
     return [*header, f"entropy at {length:,}", f"entropy at {longest:,}"], rows

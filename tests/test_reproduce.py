@@ -533,7 +533,7 @@ def test_scales_of_layers_with_unequal_heads_are_those_of_their_heads():
         "target": 64,
         "positions": [32.0, 64.0],
         "entropy": [1.0, 2.0],
-        "loss_knee": None,
+        "loss_knee": 1234.5,
         "entropy_knee": None,
         "scales": [[1.1, 1.2, 1.3, 1.4], [1.2, 1.4, 9.0, 9.0]],
         "patch": {"scales": {"layers": [0, 1]}},
@@ -542,7 +542,8 @@ def test_scales_of_layers_with_unequal_heads_are_those_of_their_heads():
     header, (row,) = heads_table([cell])
     values = dict(zip(header, row, strict=True))
     assert values["λ̂"] == "1.27 (1.10–1.40)"
-    assert values["rank correlation"] == "-1.00"
+    assert values["rank correlation"] == "−1.00"
+    assert (values["loss knee"], values["entropy knee"]) == ("1,234", "none")
 
 
 def test_the_start_that_cells_share_counts_in_the_time_of_each(tiny, monkeypatch):
@@ -989,7 +990,7 @@ def test_scales_and_entropies_are_correlated_within_a_layer():
     }
     text = study_report([cell], [])
     assert "| m | headscale | 2× | 1.00 | 1.00 | 3.00 | 1.00/.25 |" in text
-    assert "| m | headscale | 2× | 1.27 (1.10–1.50) | 6 | none | 2.00 | -1.00 |" in text
+    assert "| m | headscale | 2× | 1.27 (1.10–1.50) | 6 | none | 2.00 | −1.00 |" in text
 
 
 @pytest.mark.long

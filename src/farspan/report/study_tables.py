@@ -292,7 +292,7 @@ def _knee(knees: list[float | None]) -> str:
     """The median knee of the seeds; "none" if at least half of them have none."""
     if sum(knee is None for knee in knees) * 2 >= len(knees):
         return "none"
-    return f"{np.median([knee for knee in knees if knee is not None]):.0f}"
+    return f"{np.median([knee for knee in knees if knee is not None]):,.0f}"
 
 
 def _rank_correlation(group: list[Cell]) -> str:
@@ -306,7 +306,7 @@ def _rank_correlation(group: list[Cell]) -> str:
         for scales, entropies in _heads_by_layer(cell)
         if np.ptp(scales) > 0 and np.ptp(entropies) > 0
     ]
-    return f"{np.mean(correlations):.2f}" if correlations else ""
+    return f"{np.mean(correlations):.2f}".replace("-", "−") if correlations else ""
 
 
 def _heads_by_layer(cell: Cell) -> Iterator[tuple[Sequence[float], Sequence[float]]]:
