@@ -912,7 +912,8 @@ def test_the_time_is_said_from_a_timed_window_before_the_windows_are_read(
 
     def diagnose(models, **options):
         events.clear()
-        options |= {"data": text, "lengths": "64:128", "windows": 2, "say": events.append}
+        given = {"data": text, "lengths": "64:128", "windows": 2, "say": events.append}
+        options = given | options
         return farspan.diagnose(models, progress=progress, **options)
 
     monkeypatch.setattr(diagnose_workflow, "fastest_run", timed)
@@ -920,6 +921,8 @@ def test_the_time_is_said_from_a_timed_window_before_the_windows_are_read(
     name = model_names([model_folder])[0]
     said = f"{name}: 2 windows of 128 tokens, about 40 seconds"
     assert events == [f"load and read {name}", said, name]
+    diagnose(model_folder, windows=1)
+    assert f"{name}: 1 window of 128 tokens, about 20 seconds" in events
     diagnose([model_folder, model_folder], scales=[1.0, 1.2])
     notes = [event for event in events if "about" in event]
     assert notes == [

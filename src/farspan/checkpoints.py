@@ -41,8 +41,8 @@ def check_report(source: str | Path, model: PreTrainedModel, report: dict[str, A
     way_out = "download or export the checkpoint again"
     if missing := sorted(report["missing_keys"]):
         raise CorruptError(
-            f"{source} lacks {len(missing)} weights that its config requires, first "
-            f"{missing[0]!r}; {way_out}"
+            f"{source} lacks {len(missing)} weight{'s' * (len(missing) > 1)} that its config "
+            f"requires, first {missing[0]!r}; {way_out}"
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, required = mismatched[0]

@@ -191,7 +191,7 @@ def _announce(
         )
     each = windows * ForwardSpeed(model, layers or (), seconds, ids.shape[1]).of(length)
     if (total := readings * each) >= SAID_FROM:
-        count = f"{windows * readings} windows of {length:,} tokens"
+        count = f"{windows * readings} window{'s' * (windows * readings > 1)} of {length:,} tokens"
         say(f"{subject.name}: {count}, about {format_duration(total)}")
     return with_total(progress, [Stage(subject.name, each, windows)] * readings)
 
