@@ -207,10 +207,14 @@ def test_shorter_contexts_keep_the_token(checkpoint):
     assert by_context[24][0] == pytest.approx(float(token_losses(model, rows)[0, -4:].mean()))
 
 
+JUDGED = ("one two three four five six " * 60, "two four six one three five " * 60)
+
+
 @pytest.fixture
 def judge(checkpoint, tmp_path, monkeypatch):
     """Runs benchmarks/conversion.py on a patch of the checkpoint; returns its losses."""
-    (tmp_path / "text.txt").write_text("one two three four five six " * 60)
+    lines = (json.dumps({"text": text}) for text in JUDGED)
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
     script = Path(__file__).parent.parent / "benchmarks" / "conversion.py"
 
     def run(begin_of_text: bool | None, *options: str) -> dict[str, dict[str, list[float]]]:
@@ -224,8 +228,8 @@ def judge(checkpoint, tmp_path, monkeypatch):
             begin_of_text=begin_of_text,
         )
         patch.save(tmp_path / "patch")
-        words = [tmp_path / "patch", "--text", tmp_path / "text.txt", "--longest", 64, "--keys", 0]
-        words += ["--shortest", 16, "--windows", 2, "--out", tmp_path / "out.json", *options]
+        words = [tmp_path / "patch", "--text", tmp_path / "text.jsonl", "--longest", 64, "--keys", 0]
+        words += ["--shortest", 16, "--windows", 4, "--out", tmp_path / "out.json", *options]
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
         runpy.run_path(str(script), run_name="__main__")
         return json.loads((tmp_path / "out.json").read_text())["losses"]
@@ -236,8 +240,8 @@ def judge(checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_conversion_is_judged_on_texts_that_begin_as_it_expects(judge, checkpoint, begins):
     model, tokenizer, begin = decide(checkpoint, bos="yes" if begins else "no")
-    documents = [Document("a", "one two three four five six " * 60)]
-    windows = cut_windows(documents, tokenizer, 64, 2, begin=begin.ids).ids
+    documents = [Document(text[:3], text) for text in JUDGED]
+    windows = cut_windows(documents, tokenizer, 64, 2, begin=begin.ids).ids  # one of each
     losses = judge(begins)
     assert [*losses["patch"]] == ["16", "32", "64"]
     for context in (16, 32):
