@@ -5,9 +5,12 @@ import socket
 
 import pytest
 
+gc.disable()  # while modules are imported
+
 
 def pytest_collection_finish():
     """Modules and collected tests live as long as the process: no later collection visits them."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -586,6 +586,7 @@ def test_invalid_hub_id_is_never_requested(name: str, command: list[str], capsys
     assert "check the path" in error
 
 
+@pytest.mark.long
 def test_unreachable_dataset_is_one_sentence(monkeypatch):
     pytest.importorskip("datasets")
 

@@ -228,8 +228,9 @@ def judge(checkpoint, tmp_path, monkeypatch):
             begin_of_text=begin_of_text,
         )
         patch.save(tmp_path / "patch")
-        words = [tmp_path / "patch", "--text", tmp_path / "text.jsonl", "--longest", 64, "--keys", 0]
-        words += ["--shortest", 16, "--windows", 4, "--out", tmp_path / "out.json", *options]
+        words = [tmp_path / "patch", "--text", tmp_path / "text.jsonl", "--windows", 4]
+        words += ["--longest", 64, "--shortest", 16, "--keys", 0]
+        words += ["--out", tmp_path / "out.json", *options]
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
         runpy.run_path(str(script), run_name="__main__")
         return json.loads((tmp_path / "out.json").read_text())["losses"]

@@ -225,6 +225,7 @@ def test_every_item_equals_the_harness(llama, tokenizer, data, tmp_path):
     assert scores[0].tags["data"] == "8 items of arc_challenge/test.jsonl"
 
 
+@pytest.mark.long
 def test_both_file_layouts_give_equal_results(llama, tokenizer, data, tmp_path):
     pytest.importorskip("lm_eval")
     for task in ("openbookqa", "boolq"):

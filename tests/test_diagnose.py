@@ -300,6 +300,7 @@ def bundled():
     return farspan.diagnose(["nope-twin", "rope-twin"], windows=1, rule=KneeRule(noise=0))
 
 
+@pytest.mark.long
 def test_verdict_on_a_noisy_high_loss_is_inconclusive(bundled):
     _, rope = bundled
     diagnosis = assess("rope-twin", 512, rope.curves, KneeRule(), without_positions=False)
@@ -485,6 +486,7 @@ def test_windows_stay_inside_documents_and_are_listed():
         cut_windows(documents, WordTokenizer(), 9, limit=10)
 
 
+@pytest.mark.long
 def test_default_lengths_reach_twice_the_training_length(bundled):
     assert default_lengths(["nope-twin", "rope-twin"]) == [256, 512, 1024]
     assert default_lengths(["nope-twin"], train_length=64) == [32, 64, 128]
@@ -621,6 +623,7 @@ def test_windows_shorter_than_the_train_length_are_recorded(model_folder, tmp_pa
     assert diagnosis["entropy"] == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.long
 def test_only_the_nope_model_gets_a_suggested_scale(bundled):
     nope, rope = bundled
     assert None not in (nope.coincide, rope.coincide), "both fail"

@@ -58,6 +58,7 @@ def stop_in_long_windows(step: int):
     return progress
 
 
+@pytest.mark.long
 def test_long_windows_teach_the_text_at_the_target(one_window_a_step, monkeypatch):
     model, lengths = build("llama"), []
     before, forward = snapshot(model), LossModule.forward
@@ -85,6 +86,7 @@ def test_long_windows_teach_the_text_at_the_target(one_window_a_step, monkeypatc
     assert losses[1][LENGTH:].mean() < losses[0][LENGTH:].mean() - 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_run_killed_on_long_windows_resumes_to_the_same_bits(step, one_window_a_step, tmp_path):
     model, tuning = build("farspan-rope"), replace(QUICK, save_every=2)
@@ -218,6 +220,7 @@ def test_short_windows_go_on_where_the_distillation_ended(monkeypatch):
     assert [number for length, number in numbers if length == TARGET] == [*range(32, 36)]
 
 
+@pytest.mark.long
 def test_the_base_teaches_on_short_windows_beside_the_long_ones():
     """Both kinds count equally in a step."""
     model, teacher = build("llama"), build("farspan-rope")

@@ -342,6 +342,7 @@ def answers_of(marked: str) -> list[str]:
     return marked.removeprefix(" ").removesuffix("]").split(", ")
 
 
+@pytest.mark.long
 def test_the_share_of_rows_with_several_answers():
     counts = [
         sum(", " in marked for _, marked in several_rows(400, share)) for share in (0.0, 0.5, 1.0)

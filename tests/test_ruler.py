@@ -451,6 +451,7 @@ def parts(word):
     return {word[i:j] for i in range(len(word)) for j in range(i + 1, len(word) + 1)} - {word}
 
 
+@pytest.mark.long
 def test_no_word_contains_another():
     words = plain_words()
     assert len(set(words)) == len(words) > 5000

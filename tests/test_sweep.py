@@ -124,6 +124,7 @@ def test_the_page_is_that_of_every_installed_family():
     )
 
 
+@pytest.mark.long
 def test_tiny_models_keep_every_kind_of_layer():
     model = tiny_model("afmoe")
     assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
