@@ -26,7 +26,8 @@ from transformers import (
     StaticCache,
 )
 
-from farspan.methods.swan import SwanConfig, even_layers
+from farspan.methods.swan_config import SwanConfig
+from farspan.methods.swan_layout import even_layers
 
 
 def build(shape: str, window: int) -> dict[str, PreTrainedModel]:

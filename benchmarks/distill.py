@@ -29,7 +29,9 @@ from farspan.attention.layout import LayerLayout, Layout
 from farspan.attention.layout_change import set_layout
 from farspan.attention.probe import Layer, probe
 from farspan.methods.distill import DistillModule, make_teacher
-from farspan.methods.swan import SwanConfig, distillation_flops, even_layers
+from farspan.methods.swan import distillation_flops
+from farspan.methods.swan_config import SwanConfig
+from farspan.methods.swan_layout import even_layers
 from farspan.model.compile import compiled_layers
 from farspan.train.loop import peak_flops
 

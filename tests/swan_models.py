@@ -15,7 +15,7 @@ from farspan.attention.model_facts import most_heads
 from farspan.attention.patch import fingerprint
 from farspan.attention.probe import probe
 from farspan.methods.job import FitJob
-from farspan.methods.swan import SwanConfig
+from farspan.methods.swan_config import SwanConfig
 from farspan.methods.tuning import TuningConfig
 
 LENGTH, WINDOW, TARGET = 32, 8, 64

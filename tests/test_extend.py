@@ -33,7 +33,7 @@ from farspan.methods.job import loss_by_position
 from farspan.methods.registry import METHODS
 from farspan.methods.rules import check_unused_settings
 from farspan.methods.search_config import SearchConfig
-from farspan.methods.swan import SwanConfig
+from farspan.methods.swan_config import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.report import style
 from farspan.workflows import extend as extend_workflow

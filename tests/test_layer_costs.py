@@ -16,7 +16,8 @@ from farspan.methods import layer_costs
 from farspan.methods.distill import make_teacher
 from farspan.methods.job import FitJob
 from farspan.methods.layer_costs import LayerCost, choose_layers, measure_layers
-from farspan.methods.swan import even_layers, swan
+from farspan.methods.swan import swan
+from farspan.methods.swan_layout import even_layers
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
 from swan_models import (

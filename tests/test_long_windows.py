@@ -16,7 +16,8 @@ from farspan.methods.extend_config import ExtendConfig
 from farspan.methods.fit import search_windows
 from farspan.methods.job import loss_by_position
 from farspan.methods.long_windows import LongModule, LongPlan
-from farspan.methods.swan import DistillPlan, SwanConfig, swan
+from farspan.methods.swan import swan
+from farspan.methods.swan_config import DistillPlan, SwanConfig
 from farspan.methods.tuning import LossModule, TuningConfig
 from farspan.model import loss as loss_module
 from farspan.model.loss import mean_kl, training_loss

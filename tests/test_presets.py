@@ -25,7 +25,8 @@ from farspan.methods.job import grid_size, search_best
 from farspan.methods.presets import PRESETS, choose_preset, preset_config
 from farspan.methods.registry import METHODS
 from farspan.methods.rules import check_compatible
-from farspan.methods.swan import SwanConfig, measures_layers
+from farspan.methods.swan_config import SwanConfig
+from farspan.methods.swan_layout import measures_layers
 from farspan.methods.tuning import TuningConfig
 from farspan.methods.uniform import COARSE, STEP
 from farspan.report import style

@@ -24,7 +24,7 @@ from farspan.files import sha256_of
 from farspan.methods.extend_config import ExtendConfig
 from farspan.methods.fit import search_windows
 from farspan.methods.search_config import SearchConfig
-from farspan.methods.swan import SwanConfig
+from farspan.methods.swan_config import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.train.corpus import DataConfig, pack_mixture
 from farspan.train.search_text import (

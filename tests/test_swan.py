@@ -21,9 +21,12 @@ from farspan.data.windows import prepend
 from farspan.errors import FarspanError
 from farspan.methods import job as job_module
 from farspan.methods import swan as swan_module
+from farspan.methods import swan_config, swan_layout
 from farspan.methods import tuning as tuning_module
 from farspan.methods.job import FitJob
-from farspan.methods.swan import DistillPlan, SwanConfig, check_layers, swan
+from farspan.methods.swan import swan
+from farspan.methods.swan_config import DistillPlan, SwanConfig
+from farspan.methods.swan_layout import check_layers
 from farspan.methods.tuning import TuningConfig, low_rank_changes
 from farspan.model.compile import decoder_layers
 from farspan.model.loss import mean_kl, token_losses
@@ -124,10 +127,10 @@ def test_swan_lowers_the_kl_and_restores_the_model(name, fitted_logits):
     ],
 )
 def test_windows_add_rotation_only_where_no_layer_rotates(name, chosen, layout, monkeypatch):
-    monkeypatch.setattr(swan_module, "even_layers", lambda *_: chosen)
+    monkeypatch.setattr(swan_layout, "even_layers", lambda *_: chosen)
     model = build(name)
     job = job_for(model)
-    result = swan_module._choose_layout(model, model, job, EVEN)
+    result = swan_layout.choose_layout(model, model, job, EVEN)
     assert [*result.to_json().values()] == layout
 
 
@@ -173,7 +176,7 @@ def test_swan_trains_bf16_weights_in_float32():
 def test_cross_entropy_trains_on_the_text():
     """It lowers the loss on the search text more than the base's predictions do."""
     losses = {}
-    for loss in swan_module.LOSSES:
+    for loss in swan_config.LOSSES:
         model = build("llama")
         job = job_for(model)
         patch = swan(model, job, replace(EVEN, loss=loss, repeats=0), QUICK)
@@ -241,12 +244,12 @@ def test_default_micro_batches_divide_the_batch(train_length, batch):
     plan = DistillPlan.make(SwanConfig(), TuningConfig(batch=batch), train_length)
     assert plan.length == min(8192, train_length)
     assert plan.batch % plan.micro_batch == 0
-    assert plan.micro_batch * plan.length <= swan_module.MICRO_BATCH_TOKENS
+    assert plan.micro_batch * plan.length <= swan_config.MICRO_BATCH_TOKENS
     if batch:
         assert plan.batch == batch
     else:
-        assert 0.5 < plan.batch * plan.length / swan_module.BATCH_TOKENS <= 1
-        assert plan.micro_batch == swan_module.MICRO_BATCH_TOKENS // plan.length, "not less"
+        assert 0.5 < plan.batch * plan.length / swan_config.BATCH_TOKENS <= 1
+        assert plan.micro_batch == swan_config.MICRO_BATCH_TOKENS // plan.length, "not less"
     assert plan.tokens == pytest.approx(SwanConfig().tokens, rel=0.01)
 
 

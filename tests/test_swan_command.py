@@ -27,14 +27,15 @@ from farspan.cli import app
 from farspan.cli.console import console
 from farspan.errors import FarspanError, PreemptedError
 from farspan.files import check_manifest
-from farspan.methods import auto, layer_costs, rules
+from farspan.methods import auto, layer_costs, rules, swan_config, swan_layout
 from farspan.methods import swan as swan_module
 from farspan.methods import tuning as tuning_module
 from farspan.methods.distill import make_teacher
 from farspan.methods.extend_config import ExtendConfig, read_extend_config
 from farspan.methods.fit import fit_methods, search_windows
 from farspan.methods.registry import METHODS
-from farspan.methods.swan import SwanConfig, swan
+from farspan.methods.swan import swan
+from farspan.methods.swan_config import SwanConfig
 from farspan.methods.tuning import TuningConfig
 from farspan.model import FarspanConfig, FarspanForCausalLM
 from farspan.model.loss import token_losses
@@ -174,13 +175,13 @@ def test_a_rotation_that_follows_the_length_is_refused_before_anything_is_read(r
     check = partial(rules.check_compatible, ["swan"], probe(model), model.config, "it")
     kind = rope["rope_type"]
     message = rf"the rotation of it changes with the length .* \({kind}\), also in windows.* use "
-    for rotation in swan_module.ROTATIONS:
+    for rotation in swan_config.ROTATIONS:
         with pytest.raises(FarspanError, match=f"{message}{way_out}$"):
             check(ExtendConfig(swan=SwanConfig(rotation=rotation)))
     assert not check(ExtendConfig(swan=SwanConfig(rotation="none", global_share=1)))
     started = []
     job = job_for(model, progress=lambda label, steps: started.append(label))
-    for rotation in swan_module.ROTATIONS:
+    for rotation in swan_config.ROTATIONS:
         with pytest.raises(FarspanError, match="changes with the length of the text"):
             swan(model, job, replace(SETTINGS, rotation=rotation), QUICK)
     assert not started
@@ -285,10 +286,10 @@ def test_a_distilled_token_costs_what_torch_counts_for_both_models():
 def test_planned_layers_have_windows_except_the_global_ones(share, windows):
     layers = [layer_like(index=index) for index in (0, 2, 3, 7)]
     config = replace(SETTINGS, global_share=share)
-    planned = swan_module.planned_layers(layers, config, LENGTH)
+    planned = swan_layout.planned_layers(layers, config, LENGTH)
     assert [layer.window for layer in planned] == windows
     assert [replace(layer, window=None) for layer in planned] == layers
-    assert swan_module.planned_layers(planned, config, LENGTH) == planned, "its windows stay"
+    assert swan_layout.planned_layers(planned, config, LENGTH) == planned, "its windows stay"
 
 
 # Sharpening, auto, the estimate, and continued training.
@@ -585,7 +586,7 @@ def test_a_resumed_run_keeps_the_layout_that_was_chosen(tmp_path, monkeypatch):
     model = build("farspan-rope")
     job = job_for(model, folder=tmp_path)
     first = swan_module._stored_layout(model, make_teacher(model), job, SETTINGS)
-    monkeypatch.setattr(swan_module, "choose_layers", lambda *_: (0,))
+    monkeypatch.setattr(swan_layout, "choose_layers", lambda *_: (0,))
     again = job_for(model, folder=tmp_path)
     assert swan_module._stored_layout(model, make_teacher(model), again, SETTINGS) == first
     assert again.details["choice"] == job.details["choice"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from farspan.checks import check_least
 from farspan.errors import FarspanError
 from farspan.methods.search_config import SearchConfig
-from farspan.methods.swan import SwanConfig
+from farspan.methods.swan_config import SwanConfig
 from farspan.methods.tuning import FAIR_STEPS, RAW_STEPS, TuningConfig
 from farspan.recipe import apply_overrides, load_recipe
 

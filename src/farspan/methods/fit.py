@@ -17,7 +17,7 @@ from farspan.methods.auto import fit_best
 from farspan.methods.extend_config import TUNING_STEPS, ExtendConfig
 from farspan.methods.job import FitJob
 from farspan.methods.registry import METHODS, SCALE_METHODS, SEARCHES
-from farspan.methods.swan import DistillPlan
+from farspan.methods.swan_config import DistillPlan
 from farspan.methods.tuning import BATCH, FAIR_STEPS
 
 

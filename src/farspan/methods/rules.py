@@ -26,7 +26,7 @@ from farspan.methods.registry import (
     methods_using,
 )
 from farspan.methods.rope import ROPE_SCALINGS, existing_rope_scaling
-from farspan.methods.swan import check_layers
+from farspan.methods.swan_layout import check_layers
 
 
 def parse_methods(method: str) -> list[str]:

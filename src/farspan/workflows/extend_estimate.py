@@ -19,14 +19,9 @@ from farspan.methods.job import FitJob, grid_size
 from farspan.methods.registry import SCALE_METHODS
 from farspan.methods.rope import FACTORS, ROPE_SCALINGS
 from farspan.methods.schedules import SCHEDULES
-from farspan.methods.swan import (
-    SLOPES,
-    DistillPlan,
-    distillation_flops,
-    long_flops,
-    measures_layers,
-    planned_layers,
-)
+from farspan.methods.swan import SLOPES, distillation_flops, long_flops
+from farspan.methods.swan_config import DistillPlan
+from farspan.methods.swan_layout import measures_layers, planned_layers
 from farspan.methods.tuning import BATCH, FAIR_STEPS
 from farspan.methods.uniform import COARSE, STEP
 from farspan.progress import Stage, format_duration

@@ -31,7 +31,7 @@ from farspan.files import read_json, write_json, write_text
 from farspan.loading import check_source, load_config, load_tokenizer, resolve_device
 from farspan.methods.rules import check_compatible
 from farspan.methods.search_config import SearchConfig
-from farspan.methods.swan import SwanConfig
+from farspan.methods.swan_config import SwanConfig
 from farspan.progress import (
     SAID_FROM,
     Progress,
