@@ -90,6 +90,7 @@ def like_conversions(
     return [
         {
             "label": cell["label"],
+            "method": cell["method"],
             "losses": {"base": {length: of_base[length]}, "patch": own},
             "documents": own_documents,
             "passkeys": {"patch": cell["passkey"]},
@@ -128,6 +129,21 @@ def losses(*sources: str) -> Table:
                 windows = len(next(iter(differences.values())))
                 rows.append((row_name(record, name), windows, columns))
     return lengths_table(["loss minus base", "windows"], rows)
+
+
+def paired(source: str, method: str) -> Table:
+    """The loss of the same tokens minus that of the cell with `method`, at the same context."""
+    cells = {record["method"]: record for record in select(source)}
+    reference = by_length(cells.pop(method)["losses"]["patch"])
+    del cells["none"]
+    rows = []
+    for cell in cells.values():
+        columns = {
+            context: paired_difference(np.subtract(values, reference[context]), cell["documents"])
+            for context, values in by_length(cell["losses"]["patch"]).items()
+        }
+        rows.append((cell["label"], len(reference[max(reference)]), columns))
+    return lengths_table([f"loss minus `{method}`", "windows"], rows)
 
 
 def passkeys(*sources: str) -> Table:
@@ -445,6 +461,7 @@ TABLES = {
     table.__name__.replace("_", "-"): table
     for table in (
         losses,
+        paired,
         passkeys,
         needles,
         ruler,

@@ -146,6 +146,23 @@ def test_cells_are_compared_on_the_texts_of_the_mark(tables, monkeypatch):
         row("run@code")
 
 
+def test_cells_are_paired_with_the_cell_of_a_method_at_the_same_context(tables, monkeypatch):
+    shared = {"train_length": 8, "passkey": {}, "documents": {"a": [0, 0, 1]}}
+    losses = {"none": (3.0, 3.0, 3.0), "swan": (2.0, 3.0, 4.0), "swan:x": (2.5, 3.5, 4.25)}
+    lines = [
+        {**shared, "label": f"row {method}", "method": method}
+        | {"same_tokens": {"a": {"8": values, "16": [2 * value for value in values]}}}
+        for method, values in losses.items()
+    ]
+    monkeypatch.setattr(tables, "records", lambda _: lines)
+    header, rows = tables.paired("runs", "swan")
+    assert header == ["loss minus `swan`", "windows", "8", "16"]
+    ((name, windows, near, far),) = rows
+    assert (name, windows) == ("row swan:x", "3")
+    assert near.startswith("+0.417 ± ")  # (0.5 + 0.5 + 0.25) / 3
+    assert far.startswith("+0.833 ± ")
+
+
 def test_variants_of_a_line_are_rows_by_name(tables, monkeypatch):
     shares = {"n": 10, "patch": {"8": 1.0}, "slope 0.1": {"8": 0.5}}
     monkeypatch.setattr(tables, "records", lambda _: [{**LINE, "passkeys": shares}])
